@@ -14,9 +14,12 @@ INTERRUPTS = (CancelledError, KeyboardInterrupt, GeneratorExit)
 
 
 class TurnwiseError(Exception):
-    """Base of every error raised on purpose; ``retryable`` if repeating the same work may succeed."""
+    """Base of every error raised on purpose; ``retryable`` if repeating the same work may succeed, ``at_start`` if an
+    episode's agent never began.
+    """
 
     retryable: ClassVar[bool] = False
+    at_start: ClassVar[bool] = False
 
 
 class ConfigError(TurnwiseError):
@@ -257,4 +260,17 @@ def user_code(kind: type[TurnwiseError], what: str) -> Iterator[None]:
     except (TurnwiseError, *INTERRUPTS):
         raise
     except BaseException as error:  # a user's code may raise anything, such as SystemExit or the panic of an extension
-        raise kind(f"{what} {type(error).__name__}: {error}") from error
+        raise kind(f"{what} {raised_text(error)}") from error
+
+
+def raised_text(error: BaseException) -> str:
+    """Return type and message of what a user's code raised; of SQLite's error about threads, the remedy."""
+    name = type(error).__name__
+    if name == "ProgrammingError" and "same thread" in str(error):
+        # Its own message numbers the threads: no two episodes would be equal.
+        return (
+            f"{name}: a connection of SQLite is used in another thread than it was opened in, and plain tools and "
+            "reward functions run in threads: run the tool on the event loop (@function_tool(inline=True)), or open "
+            "the connection with sqlite3.connect(..., check_same_thread=False)"
+        )
+    return f"{name}: {error}".removesuffix(": ")

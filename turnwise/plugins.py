@@ -184,6 +184,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {path} is not a Python file")
+    make_importable(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -195,6 +196,12 @@ def load_file(file: str | Path, what: str) -> ModuleType:
             f"{what}: running {_raising_line(path, error)} failed: {type(error).__name__}: {text}"
         ) from error
     return module
+
+
+def make_importable(folder: Path) -> None:
+    """Let the modules in the folder of a user's file be imported by name, where no other module has it."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 @functools.lru_cache(maxsize=256)
@@ -271,6 +278,7 @@ def _name_of(target: Any) -> tuple[str | None, str | None]:
 PLUGIN_KINDS: Final = (
     "environments",
     "environment_families",
+    "rewards",
     "agents",
     "sandboxes",
     "row_formats",

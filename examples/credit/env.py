@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from turnwise.envs import Env, StepResult
+from turnwise.envs import Env, StepResult, refuse_calls
 from turnwise.tasks import Task
 from turnwise.types import text_of
 
@@ -49,7 +49,8 @@ class Mailroom(Env):
             return StepResult("", reward, True, False, {})
         if not self.left:
             return StepResult("", reward, False, True, {})
-        return StepResult(self.shown(), reward, False, False, {"state": self.state()})
+        observation = [*refuse_calls(action), {"role": "user", "content": self.shown()}]
+        return StepResult(observation, reward, False, False, {"state": self.state()})
 
     def shown(self) -> str:
         """The description of the letter on top."""

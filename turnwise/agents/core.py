@@ -139,6 +139,7 @@ class Episode:
         self.states = first_state(setup.info)
         self._clear_notes()
         self._env = env
+        env.main_session = lambda: self._sessions.get("main")
         self._host = host
         self.list_turns = host.list_turns
         self._env_calls = 0

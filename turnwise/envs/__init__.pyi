@@ -27,3 +27,4 @@ from turnwise.envs.wrappers import ShapeReward as ShapeReward
 from turnwise.envs.wrappers import TurnLimit as TurnLimit
 from turnwise.envs.wrappers import Wrapper as Wrapper
 from turnwise.envs.wrappers import wrap as wrap
+from turnwise.tools.response import refuse_calls as refuse_calls

@@ -7,7 +7,7 @@ import contextvars
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from turnwise.envs.forking import (
     Memo,
@@ -27,13 +27,16 @@ from turnwise.envs.results import StepResult as StepResult
 from turnwise.envs.results import as_messages as as_messages
 from turnwise.envs.results import check_reset, check_score, check_step
 from turnwise.envs.sandbox_owner import SandboxOwner
-from turnwise.errors import INTERRUPTS, ConfigError, EnvError, ToolSchemaError, TurnwiseError
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, ToolSchemaError, TurnwiseError, raised_text
 from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.execute import ToolThreads, default_threads, guarded
 from turnwise.tools.response import CountTokens, ToolResponse
 from turnwise.tools.secrets import Secret, Secrets
 from turnwise.types import Message, ToolCall, ToolSchema
+
+if TYPE_CHECKING:
+    from turnwise.recorder.session import Session
 
 
 def tool_methods(cls: type) -> dict[str, FunctionTool]:
@@ -87,6 +90,7 @@ class Env(SandboxOwner):
         secrets: Redacted from errors: names of environment variables, or values as ``pydantic.SecretStr``.
         executor: Source of threads, set by the runner.
         count_tokens: Counts the model's tokens of a text, set by the runner; None without a model.
+        main_session: Returns the main session of the episode, None before its first request; set by the episode.
         lost_thread: Whether an abandoned tool or method still runs in its thread: the environment must not be reused.
         pending_score: A scoring in progress; kept here, since its waiter may be cancelled, and ``score`` runs once.
         conversation: The episode's messages that passed through :func:`step_env` and :func:`call_env`, for reward
@@ -107,6 +111,7 @@ class Env(SandboxOwner):
     secrets: Sequence[Secret] = ()
     executor: Executor | None = None
     count_tokens: CountTokens | None = None
+    main_session: Callable[[], Session | None] | None = None
     lost_thread: bool = False
     pending_score: asyncio.Future[ScoreParts] | None = None
     conversation: Sequence[Message] = ()
@@ -432,7 +437,7 @@ async def run_method(env: Env, method: Callable[P, MaybeAwaitable[T]], *args: P.
         raise
     except BaseException as error:  # noqa: BLE001 - an environment's code: what it raises is named as its own
         secrets = _secrets(env)
-        text = f"{type(env).__qualname__}.{method.__name__} raised {type(error).__name__}: {error}"
+        text = f"{type(env).__qualname__}.{method.__name__} raised {raised_text(error)}"
         raise EnvError(secrets.redact(text)) from secrets.cause(error)
 
 

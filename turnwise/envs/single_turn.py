@@ -9,7 +9,7 @@ from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, 
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
-from turnwise.tools.response import refusals
+from turnwise.tools.response import refuse_calls
 from turnwise.types import Message
 
 
@@ -49,7 +49,7 @@ class SingleTurnEnv(Env):
 
     async def step(self, action: Message) -> StepResult:
         """Score the message; calls in it are answered by errors."""
-        answers = refusals(action.get("tool_calls") or ())
+        answers = refuse_calls(action)
         parts: ScoreParts = await score_env(self, action)
         return StepResult(answers, sum(parts.values()), True, False, parts.info())
 

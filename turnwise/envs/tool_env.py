@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,12 +34,14 @@ class ToolEnv(Env):
         max_invalid_calls: Messages in a row without a valid call (or invalid single calls) after which ``step``
             truncates the episode with ``invalid_calls``; 0 is never.
         tool_timeout: Default seconds of a tool call, or None.
+        tool_rewards: Whether rewards of tools count beside the score; if not, they are in ``agent_data`` alone.
         invalid_in_a_row: Current count of such messages or calls.
     """
 
     loaded_tools: tuple[Tool, ...] = ()
     max_invalid_calls: int = 3
     tool_timeout: float | None = None
+    tool_rewards: bool = True
     invalid_in_a_row: int = 0
 
     uncopied = Env.uncopied | {"_runner", "_stale"}
@@ -85,7 +88,7 @@ class ToolEnv(Env):
         finally:
             self.lost_thread = runner.lost > 0
         self._count_usable(any(outcome.usable for outcome in outcomes))
-        rewards = _rewards(outcomes)
+        rewards = _rewards(outcomes) if self.tool_rewards else {}
         info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes, runner.tools)}
         notes = {
             f"{outcome.call.name}/{name}": text for outcome in outcomes for name, text in outcome.response.notes.items()
@@ -114,7 +117,7 @@ class ToolEnv(Env):
         finally:
             self.lost_thread = runner.lost > 0
         self._count_usable(outcome.usable)
-        return outcome.response
+        return outcome.response if self.tool_rewards else replace(outcome.response, reward=None)
 
     async def final_step(self, final: Message, observation: Sequence[Message] = ()) -> StepResult:
         """Score a message and end the episode. For subclasses that end it otherwise (a tool that submits).
@@ -152,7 +155,12 @@ class ToolEnv(Env):
 
     async def extra_rewards(self) -> dict[str, float]:
         """Return the rewards of BaseTool instances, as ``tool/<name>``."""
-        return {} if self._runner is None else await self._runner.rewards()
+        return await self._runner.rewards() if self._runner is not None and self.tool_rewards else {}
+
+    @property
+    def agent_data(self) -> AgentData | None:
+        """The episode as its BaseTools see it; None before its first step."""
+        return None if self._runner is None else self._runner.data
 
     async def _fork_state(self, fork: Any, memo: Memo) -> None:
         """Give a fork the tools of the episode, with new instances.

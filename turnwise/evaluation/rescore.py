@@ -19,6 +19,7 @@ from turnwise.append_file import lock_directory, write_private
 from turnwise.config import read_yaml
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
+from turnwise.envs.rewards.groups import conversation_of
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.directory import RESCORED, recorded_sources
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize, task_tags
@@ -26,7 +27,7 @@ from turnwise.evaluation.searched import chosen_members
 from turnwise.evaluation.tables import run_file
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
-from turnwise.trajectory import Trajectory, TrajectoryGroup, messages_of
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, read_trajectories
 from turnwise.types import Message
 
@@ -248,15 +249,14 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
     """
     if not _is_scored(trajectory):
         return trajectory
-    path = trajectory.path(trajectory.leaves()[-1]) if trajectory.segments else []
-    messages: list[Any] = [message for segment in path for message in messages_of(segment)]
+    messages = conversation_of(trajectory)
     if not messages:
         raise FormatError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be scored")
     last_message = messages[-1]
     # As when it ended: a message with calls, or none that the model wrote, was not its answer.
     final = last_message if last_message["role"] == "assistant" and not last_message.get("tool_calls") else None
     score = await rubric.score(RecordedEnv(messages), task, final)
-    turn = path[-1].turn_id if final is not None else None
+    turn = trajectory.segments[-1].turn_id if final is not None else None
     metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith("rubric/")}
     rewards = [(turn, name, float(value)) for name, value in score.items()]
     return replace(trajectory, rewards=rewards, metrics=metrics | score.metrics)

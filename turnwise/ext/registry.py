@@ -33,6 +33,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "textarena": _FOREIGN,
         "verifiers": _FOREIGN,
     },
+    "rewards": {"verl": "turnwise.ext.frameworks.compat.verl_reward:VerlScore"},
     "agents": {"blackbox": "turnwise.ext.programs:BlackBoxAgent"},
     "row_formats": {
         "bfcl": f"{_FORMATS}:BFCL",

@@ -8,6 +8,7 @@ and 3 times the wall time.
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import socket
 import time
 from base64 import b64encode
@@ -29,9 +30,29 @@ _SETTLE_SECONDS = 0.05
 _PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 # A stream whose reader is behind by this much is not read further.
 _HELD_BYTES = 2**20
+# The longest that one answer may keep all others waiting.
+_LONGEST_WAIT_S = 300.0
 
 Address = tuple[str, int, bool]
 """Host, port, and whether the connection is encrypted."""
+
+
+def retry_after(headers: Mapping[str, str], most: float = _LONGEST_WAIT_S) -> float | None:
+    """Return the seconds of ``retry-after-ms`` or ``retry-after`` (seconds or a date), or ``most``; None without."""
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) * scale
+        except ValueError:
+            try:
+                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+            except ValueError:
+                continue
+        if seconds >= 0:
+            return min(seconds, most)
+    return None
 
 
 class ConnectionFailed(Exception):

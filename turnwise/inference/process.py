@@ -409,8 +409,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
-        raise InferenceError(f"{host}:{port} cannot be bound ({error.strerror}): choose another port, or 0") from error
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InferenceError(f"{host}:{port} cannot be bound ({why}): choose another port, or 0") from error
     return listener
 
 

@@ -190,15 +190,28 @@ def _comparison_groups(trajectories: Sequence[Trajectory]) -> list[list[Trajecto
 
 
 class FailureWatch:
-    """Counts consecutive groups without any member left."""
+    """Counts consecutive groups without any member left, and attempts in which the agent did not even begin."""
 
     def __init__(self) -> None:
         self._streak = 0
+        self._unbegun: int | None = 0
         self._last_error = "unknown"
 
     def failed(self, error: str) -> None:
         """Note the error of an episode."""
         self._last_error = error
+
+    def check_began(self, error: Exception | None, most: int) -> None:
+        """Note how an attempt ended; raise TrainError where the first ``most`` all failed at the agent's start."""
+        if self._unbegun is None or not (isinstance(error, TurnwiseError) and error.at_start):
+            self._unbegun = None
+            return
+        self._unbegun += 1
+        if self._unbegun >= most:
+            raise TrainError(
+                f"the agent began in no episode: the first {self._unbegun} attempts, as many as a group has with its "
+                f"retries, all failed at its start, and the others would, too; the last one: {error}"
+            ) from error
 
     def arrived(self, group: TrajectoryGroup) -> TrainError | None:
         """Note a finished group; return the error that ends the run, if any."""
@@ -505,6 +518,7 @@ class RolloutProducer(RolloutManager):
                 # Nothing of the episode's: no other one could be written down either.
                 raise error
             self._count_lost(error)
+            self._failures.check_began(error, request.group_size * (self._config.retries + 1))
             if error is None:
                 self._note(rollout, member, outcome.trajectories)
                 return outcome.trajectories

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, nearest, shown
+from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, raised_text
 from turnwise.tools.cancellation import cancel
 from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, undeclared_media
 from turnwise.tools.response import (
@@ -34,6 +34,7 @@ from turnwise.tools.response import (
     cleaned,
     crash,
     failure,
+    unknown_tool,
 )
 from turnwise.tools.schema import ArgumentError
 from turnwise.tools.secrets import Secret, Secrets
@@ -331,9 +332,7 @@ class ToolRunner:
     def _refusal(self, call: ToolCall) -> ToolResponse:
         available = list(self.tools)
         if call.error is None:
-            hint = nearest(call.name, available)
-            message = f"there is no tool {shown(call.name)}{hint}"
-            return failure("unknown_tool", message, available=available)
+            return unknown_tool(call.name, available)
         word = "invalid_json" if "json" in call.error.lower() else "unusable_call"
         details = {"tool": call.name} if call.name in self.tools else {"available": available}
         return failure(word, f"this call was not executed: {call.error}", **details)
@@ -360,10 +359,11 @@ class ToolRunner:
         except INTERRUPTS:
             raise
         except BaseException as error:  # noqa: BLE001 - a tool's code: the model reads the error and may continue
-            message = f"{type(error).__name__}: {error}".removesuffix(": ")
-            response = crash(call, self._told(tool, message))
+            response = crash(call, self._told(tool, raised_text(error)))
         else:
             self._check(tool, response)
+            if response.reward is not None:
+                self.data.tool_rewards.append(response.reward)
         return Outcome(call, response, time.perf_counter() - started)
 
     def _check(self, tool: Tool, response: ToolResponse) -> None:

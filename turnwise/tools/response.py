@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from turnwise.errors import EnvError, SessionError, ToolSchemaError, shown
+from turnwise.errors import EnvError, SessionError, ToolSchemaError, nearest, shown
 from turnwise.images import data_uri, image_bytes
 from turnwise.types import Message, ToolCall
 
@@ -291,9 +291,15 @@ def failure(word: str, message: str, **details: Any) -> ToolResponse:
     return response
 
 
-def refusals(calls: Iterable[ToolCall]) -> list[Message]:
-    """Answer calls by errors where no tool was offered."""
-    return [failure("unknown_tool", f"there is no tool {call.name!r}", available=[]).message(call) for call in calls]
+def unknown_tool(name: str, available: Sequence[str] = ()) -> ToolResponse:
+    """Return the error of a call of a tool that is not among those ``available``."""
+    hint = nearest(name, available)
+    return failure("unknown_tool", f"there is no tool {shown(name)}{hint}", available=list(available))
+
+
+def refuse_calls(action: Message) -> list[Message]:
+    """Answer each call of an assistant message by an error, where the environment offers no tools."""
+    return [unknown_tool(call.name).message(call) for call in action.get("tool_calls") or ()]
 
 
 def crash(call: ToolCall, message: str) -> ToolResponse:

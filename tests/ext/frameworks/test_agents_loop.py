@@ -10,7 +10,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from turnwise.agents import make_agent
 from turnwise.envs.basic.lookup import table
-from turnwise.errors import AgentError, BudgetExceeded, RegistryError
+from turnwise.errors import AgentError, BudgetExceeded, RegistryError, ToolSchemaError
 from turnwise.ext.frameworks.compat.verl_agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -278,7 +278,7 @@ class Tokenizes(AgentLoopBase):
         assert tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"] == closed
         tool = {"type": "function", "function": {"name": "look", "description": "Looks."}}
         assert "look" in tokenizer.decode(tokenizer.apply_chat_template(messages, tools=[tool]))
-        with pytest.raises(AgentError, match="is not a tool"):
+        with pytest.raises(ToolSchemaError, match="a tool schema without a name"):
             tokenizer.apply_chat_template(messages, tools=[{"nome": "x"}])
         end = tokenizer.eos_token_id
         assert tokenizer.pad_token_id == end

@@ -21,7 +21,7 @@ from support.pictures import URI
 from turnwise.envs import Env, StepResult, ToolEnv, make, reset_env, step_env
 from turnwise.envs.basic.lookup import LookupEnv, table
 from turnwise.envs.single_turn import SingleTurnEnv
-from turnwise.errors import ConfigError, EnvError, TaskError
+from turnwise.errors import ConfigError, EnvError, InferenceError, TaskError
 from turnwise.ext.frameworks.mcp_server import EnvServer, ServedEpisode
 from turnwise.tasks import Task
 from turnwise.tools import MCPServerConfig, Toolbox, ToolResponse, ToolRunner, ToolsConfig, function_tool
@@ -284,8 +284,8 @@ class TestProcesses:
         assert (process.returncode, out) == (1, b"")
         assert "TaskError: --task x: turnwise.envs.basic.lookup:tasks?n=3 has no task with this id" in err.decode()
 
-    async def test_port_out_of_range_is_a_config_error(self) -> None:
-        with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):
+    async def test_port_out_of_range_is_refused(self) -> None:
+        with pytest.raises(InferenceError, match=r"127.0.0.1:99999 cannot be bound .*choose another port, or 0"):
             await EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 99999, print)
 
     async def test_no_answer_waits_for_a_delayed_acknowledgement(self) -> None:

@@ -15,6 +15,7 @@ from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import ResetResult
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.ext.programs import BlackBoxAgent, Recipe, recipe_of
+from turnwise.ext.programs.config import read_config, resolve_recipe
 from turnwise.ext.programs.workdir import Workdir, check_arguments, fill, observation_values
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.preflight import check_env_and_agent
@@ -41,6 +42,7 @@ OTHER = 3
         ({"command": "no-such-program {prompt}"}, AgentError, "'no-such-program' cannot be started: it is not on PATH"),
         ({"command": "/nowhere/x"}, AgentError, "it does not exist or is not executable"),
         ({"command": "sh", "env": {"PATH": "/nowhere"}}, AgentError, "not on PATH"),
+        ({"command": "python3 -u no.py {prompt}"}, AgentError, "runs 'no.py', and .*/no.py is no file: give its path"),
         ({"command": "sh -c {promt}"}, AgentError, "no placeholder {promt}; did you mean 'prompt'"),
         ({"command": "sh", "comand": "x"}, AgentError, "comand: no such key; did you mean 'command'?"),
         ({"command": "sh", "timeout": -1}, AgentError, "timeout: .*greater than 0, not -1"),
@@ -58,6 +60,25 @@ def test_invalid_config_is_refused_at_once(config: dict[str, Any], error: type[E
         check_env_and_agent(
             RolloutConfig(env=SpecConfig(name="lookup"), agent=NamedConfig(name="blackbox", config=config))
         )
+
+
+def test_script_is_looked_for_where_the_run_starts_unless_the_working_directory_has_it(monkeypatch, tmp_path) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "agent.py").write_text("print('hello')\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other.py").write_text("")
+    monkeypatch.chdir(tmp_path / "start")
+
+    def script(text: str, **config: Any) -> str:
+        return resolve_recipe(read_config({"command": f"python3 -u {text} --config x.yaml", **config})).command[2]
+
+    assert script("agent.py") == str(tmp_path / "start" / "agent.py")
+    assert script("other.py", workspace=tmp_path / "folder") == "other.py"
+    assert script("third.py", files={"third.py": ""}) == "third.py"
+    assert script("{work}/fourth.py") == "{work}/fourth.py"
+    assert script("in_the_image.py", sandbox=True) == "in_the_image.py"
+    mounts = make_agent("blackbox", command="python3 agent.py", sandbox=True).sandbox_mounts()
+    assert str(tmp_path / "start" / "agent.py") in [mount.target for mount in mounts]
 
 
 def test_recipes_by_name_by_reference_and_as_data() -> None:

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from support.agents.blackbox_episodes import CHAT_LOOP, LINES, run_episode, running, say, spec, team
-from turnwise.errors import AgentError, InferenceError
+from support.chat.model_dirs import renderer_for
+from turnwise.errors import AgentError, InferenceError, TrainError
 from turnwise.ext.programs import ProgramError
-from turnwise.inference.scripted import ScriptedRequest
-from turnwise.rollout.core import EpisodeOutcome
+from turnwise.ext.programs.program import StartError
+from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
+from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
+from turnwise.rollout.core import EpisodeOutcome, RolloutParts, RolloutRequest
+from turnwise.rollout.producer import FailureWatch, RolloutProducer
+from turnwise.tasks import Task
 from turnwise.types import Message, StopReason, ToolCall
 
 ECHO_JSON = f"""printf '{{"a": [{{"b": "%s"}}]}}' "$({CHAT_LOOP})\""""
@@ -102,6 +107,29 @@ async def test_only_a_program_without_requests_is_unscored() -> None:
     outcome = await run_episode(LINES, {"command": "sh -c 'kill -9 $$'"})
     assert "signal 9 ended it" in str(outcome.error)
     assert ended(outcome)[:2] == (StopReason.ERROR, [])
+
+
+async def test_a_program_that_never_begins_ends_the_run_after_a_group_s_attempts() -> None:
+    config = RolloutConfig(
+        env=SpecConfig(name="lookup"),
+        agent=NamedConfig(name="blackbox", config={"command": "false"}),
+        concurrency=2,
+        retries=1,
+    )
+    renderer, written = renderer_for("qwen3"), []
+    parts = RolloutParts(renderer, write=written.append)
+    producer = await RolloutProducer.create(config, ScriptedClient(renderer, LINES), None, parts)
+    requests = [RolloutRequest(Task(f"t{number}", "go"), "val", group_size=2) for number in range(9)]
+    try:
+        with pytest.raises(TrainError, match=r"began in no episode: the first 4 attempts.*'false' failed: exit"):
+            await producer.gather(requests)
+    finally:
+        await producer.close()
+    assert len(written) < 8
+    # Not where an agent has begun before.
+    watch = FailureWatch()
+    watch.check_began(None, 1)
+    watch.check_began(StartError("it exited"), 1)
 
 
 async def test_a_server_that_fails_is_no_fault_of_the_policy() -> None:

@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
 from support.doc_pages import blocks, section
+from turnwise.agents.registry import make_agent
+from turnwise.errors import AgentError
 from turnwise.ext.programs import Recipe
 from turnwise.ext.programs.config import BlackBoxConfig, resolve_recipe
 from turnwise.ext.programs.recipes import recipe_of
@@ -28,6 +33,15 @@ def test_every_key_placeholder_and_recipe_is_there() -> None:
         for variable in recipe_of(name).env:
             prefixes = ("MSWEA_", "IS_SANDBOX", "ANTHROPIC_", "CLAUDE_CODE_SUBAGENT", "OPENCODE_DISABLE_")
             assert variable in PAGE or variable.startswith(prefixes), variable
+
+
+def test_program_of_the_page_is_found_where_the_run_starts(tmp_path: Path, monkeypatch: Any) -> None:
+    config = yaml.safe_load(blocks(PAGE, "yaml")[0])["rollout"]["agent"]["config"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgentError, match=r"runs 'my_agent\.py', and .* is no file"):
+        make_agent("blackbox", **config)
+    (tmp_path / "my_agent.py").write_text("")
+    make_agent("blackbox", **config)
 
 
 def test_custom_recipe_of_the_page_runs(tmp_path: Path) -> None:

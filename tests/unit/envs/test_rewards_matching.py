@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs.rewards import (
-    ExactMatch,
-    JSONSchema,
-    Numeric,
-    Regex,
-    VerlScore,
-    extract_answer,
-    normalize,
-    parse_number,
-)
+from turnwise.envs.rewards import ExactMatch, JSONSchema, Numeric, Regex, extract_answer, normalize, parse_number
 from turnwise.envs.rewards.matching import find_json, last_number
 from turnwise.errors import ConfigError, EnvError
 
@@ -298,29 +289,3 @@ def test_a_schema_never_makes_the_process_fetch_anything():
 def test_endless_nesting_satisfies_nothing():
     schema = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     assert JSONSchema(schema)("[" * 900 + "]" * 900, {})[0] in (0.0, 1.0)
-
-
-# Functions written for verl.
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {
-        "score": float(solution_str == ground_truth),
-        "acc": True,
-        "pred": solution_str,
-        "index": extra_info["index"],
-    }
-
-
-async def async_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
-    return float(solution_str == ground_truth) + bonus
-
-
-async def test_verl_functions_run_unchanged():
-    row = {"data_source": "x", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}}
-    assert VerlScore(compute_score)("4", row) == (1.0, {"acc": 1.0, "index": 7.0})
-    assert await VerlScore(f"{__name__}:async_score", bonus=2)("5", {"ground_truth": "4"}) == 2.0
-    with pytest.raises(EnvError, match="neither 'ground_truth'"):
-        VerlScore(compute_score)("4", {"answer": "4"})
-    with pytest.raises(EnvError, match="has no 'score'"):
-        VerlScore(lambda **_: {"value": 1})("4", row)

@@ -404,7 +404,6 @@ async def test_configurations_name_functions_classes_and_rubrics():
         assert await score_env(env, FINAL) == {"length": 1.0, "counted": 5.0, "shipped": 1.0}
     assert Counting.made == 1
     assert as_rubric(f"{__name__}:READY") is READY
-    assert READY.names == ("correct", "short")
 
 
 async def test_an_argument_is_not_overridden_by_a_column_of_the_same_name():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 import threading
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.envs import ToolEnv, close_env, reset_env, schemas, score_env, step_env
+from turnwise.envs import ToolEnv, close_env, refuse_calls, reset_env, schemas, score_env, step_env
+from turnwise.envs.rewards import Rubric
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, ToolResponse, function_tool
@@ -439,3 +441,50 @@ def test_step_answers_every_kind_of_call(messages):
         assert env.purse.log == ["create", "release"]
 
     asyncio.run(main())
+
+
+class Stock(ToolEnv):
+    """Its table is opened in reset, on the event loop, and used by a plain tool and a plain reward function."""
+
+    def reset(self, task=None, *, seed=None):
+        self.table = sqlite3.connect(":memory:")
+        return "How many?", {}
+
+    @function_tool
+    def count(self) -> int:
+        """Count."""
+        return self.table.execute("SELECT 7").fetchone()[0]
+
+    @function_tool(inline=True)
+    def count_inline(self) -> int:
+        """Count."""
+        return self.table.execute("SELECT 7").fetchone()[0]
+
+    async def score(self, final):
+        return await Rubric({"right": lambda env: env.table.execute("SELECT 1.0").fetchone()[0]}).score(
+            self, None, None
+        )
+
+
+async def test_sqlite_of_another_thread_is_named_with_its_remedies():
+    env = Stock()
+    await reset_env(env)
+    answers = []
+    for name in ("count", "count", "count_inline"):
+        action = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", name, {})]}
+        answers.append((await step_env(env, action)).observation[0]["content"])
+    assert "another thread" in answers[0]
+    assert "inline=True" in answers[0]
+    assert "check_same_thread=False" in answers[0]
+    # SQLite's own message numbers the threads: two episodes would differ.
+    assert answers == [answers[0], answers[0], "7"]
+    with pytest.raises(EnvError, match=r"'right' .*another thread.*check_same_thread=False"):
+        await score_env(env, None)
+
+
+async def test_plain_env_answers_calls_of_tools_that_it_never_offered():
+    action = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c1", "look", {}), ToolCall("c2", "go", {})]}
+    answers = refuse_calls(action)
+    assert [answer["tool_call_id"] for answer in answers] == ["c1", "c2"]
+    assert json.loads(answers[0]["content"])["error"]["message"] == "there is no tool 'look'"
+    assert refuse_calls({"role": "assistant", "content": "north"}) == []

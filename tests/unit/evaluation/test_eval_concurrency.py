@@ -17,7 +17,7 @@ from test_eval_hosted import evaluate, knows
 from support.gateway.hosted_endpoint import KEY, Provider, Respond, provider
 from turnwise.errors import InferenceError
 from turnwise.gateway.concurrency import AdaptiveLimit, follow_queues, waiting_at
-from turnwise.gateway.proxy.endpoint import retry_after
+from turnwise.inference.connections import retry_after
 from turnwise.inference.replica import ControlRoutes
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories

@@ -244,7 +244,7 @@ async def test_a_remote_program_that_fails_is_retried(tmp_path: Path) -> None:
         await stop(playing)
     assert (group.trajectories, group.failed) == ([], 1)
     assert [trajectory.attempt for trajectory in run.written] == [0, 1]
-    assert all("ProgramError: the program 'false' failed" in (trajectory.error or "") for trajectory in run.written)
+    assert all("StartError: the program 'false' failed" in (trajectory.error or "") for trajectory in run.written)
 
 
 async def test_a_server_that_fails_is_the_run_s_own_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded
 from turnwise.tools.core import FunctionTool
 from turnwise.tools.execute import ToolRunner
-from turnwise.tools.response import ToolResponse, failure
+from turnwise.tools.response import ToolResponse, failure, unknown_tool
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema, text_of
 
 
@@ -56,8 +56,7 @@ class Team:
             if call.name == sub_agent.name and sub_agent.name in offered:
                 delegated.append(call)
             elif call.name in env_tools - offered:
-                response = failure("unknown_tool", f"there is no tool {call.name!r}", available=sorted(offered))
-                answers[call.id] = response.message(call)
+                answers[call.id] = unknown_tool(call.name, sorted(offered)).message(call)
             else:
                 env_calls.append(call)
         work: list[Coroutine[Any, Any, list[Message]]] = []

@@ -20,7 +20,7 @@ from turnwise.envs.core import as_messages, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import call_by_name
 from turnwise.errors import AgentError, TurnwiseError, shown
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import ToolResponse, unknown_tool
 from turnwise.types import Message, ToolCall, ToolSchema
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class GraphRun:
             if self.episode.tools:
                 response = await self._run_watched(self.episode.call(call, agent=issued_call.agent))
             else:
-                response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
+                response = unknown_tool(call.name)
             self._refusals[key] = {"role": "tool", "name": call.name, "content": response.content()}
         return self._refusals[key]
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 from turnwise.envs.core import Env, ResetResult, Solution, StepResult
 from turnwise.errors import EnvError, TaskError, shown
 from turnwise.tasks import Task
-from turnwise.tools.response import refusals
+from turnwise.tools.response import refuse_calls
 from turnwise.types import Message, text_of
 
 _BOXED: Final = re.compile(r"\\boxed\{\s*([-+]?[0-9]{1,18})\s*\}")
@@ -75,7 +75,7 @@ class GuessNumberEnv(Env):
             answer = f"Answer with one whole number from {self.low} to {self.high}; {self.left} left"
         else:
             answer = f"{'higher' if guess < self.number else 'lower'}; {self.left} left"
-        observation: list[Message] = [*refusals(action.get("tool_calls") or ()), {"role": "user", "content": answer}]
+        observation: list[Message] = [*refuse_calls(action), {"role": "user", "content": answer}]
         return StepResult(observation, float(self.found), self._over, False, {})
 
     def score(self, final: Message | None) -> float:  # noqa: ARG002 - what was guessed counts, not what was said last

@@ -29,7 +29,11 @@ class TaskToolEnv(ToolEnv):
     """Starts with the task's prompt, offers the loaded tools, and scores by a function."""
 
     def __init__(
-        self, scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None, *, system: str | None = None
+        self,
+        scorer: Callable[..., Any] | Rubric | Mapping[str, Any] | str | None = None,
+        *,
+        system: str | None = None,
+        tool_rewards: bool | None = None,
     ) -> None:
         """Set the scorer.
 
@@ -37,6 +41,7 @@ class TaskToolEnv(ToolEnv):
             scorer: As for :class:`~turnwise.envs.single_turn.SingleTurnEnv`. For rewards from tools only:
             ``turnwise.envs.basic.task_env:only_tools``.
             system: A system prompt for tasks without one.
+            tool_rewards: Whether rewards of tools count beside the scorer's; by default unless it is ``verl``.
         """
         if scorer is None:
             raise EnvError(
@@ -46,6 +51,7 @@ class TaskToolEnv(ToolEnv):
             )
         self._rubric = as_rubric(scorer)
         self._system = system
+        self.tool_rewards = not self._rubric.exclusive if tool_rewards is None else tool_rewards
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
         """Begin with the task's prompt."""

@@ -26,7 +26,7 @@ from turnwise.errors import ConfigError, EnvError, ToolError, shown
 from turnwise.plugins import load_object
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
-from turnwise.tools.response import refusals
+from turnwise.tools.response import refuse_calls
 from turnwise.types import Message, StopReason, text_of
 
 Parse = Callable[[str, Any], Any]
@@ -156,7 +156,7 @@ class GymnasiumEnv(Env):
         """Take the action of a message; a tool call is answered with an error."""
         if self.world.over:
             raise EnvError(f"{type(self).__qualname__}: the episode is over: call reset() first")
-        answers = refusals(action.get("tool_calls") or ())
+        answers = refuse_calls(action)
         try:
             parsed = self._action(text_of(action))
         except (ToolError, ValueError) as error:

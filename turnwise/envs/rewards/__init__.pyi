@@ -3,7 +3,6 @@
 from turnwise.envs.rewards.core import Part as Part
 from turnwise.envs.rewards.core import RewardFunction as RewardFunction
 from turnwise.envs.rewards.core import Rubric as Rubric
-from turnwise.envs.rewards.core import VerlScore as VerlScore
 from turnwise.envs.rewards.core import as_rubric as as_rubric
 from turnwise.envs.rewards.groups import PairwiseJudge as PairwiseJudge
 from turnwise.envs.rewards.groups import RankBy as RankBy

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
-from turnwise.errors import INTERRUPTS, ConfigError, EnvError, nearest, shown
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, nearest, raised_text, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.cancellation import cancel
 from turnwise.tools.response import finite
@@ -30,10 +30,12 @@ class RewardFunction:
     """Base of configurable reward functions: subclasses write ``__call__`` with the parameters that they need.
 
     Attributes:
+        exclusive: Whether rewards of tools do not count beside it, unless the environment is told that they do.
         inline: Whether a plain ``__call__`` runs on the event loop: only where it takes microseconds.
         timeout: Default seconds for a call.
     """
 
+    exclusive: ClassVar[bool] = False
     inline: ClassVar[bool] = False
     timeout: ClassVar[float | None] = None
 
@@ -280,9 +282,10 @@ class Rubric:
         return rubric
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The parts in topological order."""
-        return tuple(part.name for part in self._parts)
+    def exclusive(self) -> bool:
+        """Whether a part is a reward function beside which rewards of tools do not count."""
+        functions: list[object] = [part.function for part in self._parts]
+        return any(isinstance(function, RewardFunction) and function.exclusive for function in functions)
 
     async def score(self, env: Env, task: Task | None, final: Message | None) -> ScoreParts:
         """Return the weighted parts, with their values as metrics.
@@ -434,7 +437,7 @@ async def call_function(
         raise EnvError(f"{what} raised CancelledError without having been cancelled")
     result, raised = task.result()
     if raised is not None:
-        raise EnvError(f"{what} raised {type(raised).__name__}: {raised}") from raised
+        raise EnvError(f"{what} raised {raised_text(raised)}") from raised
     return result
 
 
@@ -465,48 +468,3 @@ def _read(result: Any, label: str) -> _Value:
         return _Value(finite(result, where), None, metrics)
     parts = {key: finite(value, f"{where} {key!r}:") for key, value in named_numbers(result, where).items()}
     return _Value(sum(parts.values()), parts, metrics)
-
-
-class VerlScore(RewardFunction):
-    """Calls ``compute_score(data_source, solution_str, ground_truth, extra_info)``, plain or async.
-
-    The result is a number, or a dict whose ``score`` is the value; its other numbers become metrics, the rest is
-    ignored.
-    """
-
-    def __init__(self, compute_score: Callable[..., Any] | str, **arguments: Any) -> None:
-        """Set the function.
-
-        Args:
-            compute_score: The function, or ``pkg.module:function``.
-            **arguments: Further keyword arguments of every call.
-        """
-        self._function = load_function(compute_score, arguments, "verl: compute_score")
-
-    def __call__(self, text: str, data: Mapping[str, Any]) -> Any:
-        """Call it with verl's columns: ``data_source``, ``extra_info``, and ``ground_truth`` or ``reward_model``'s."""
-        model = data.get("reward_model")
-        truth = data.get("ground_truth", model.get("ground_truth") if isinstance(model, Mapping) else None)
-        if truth is None:
-            raise EnvError(
-                "verl: task.data has neither 'ground_truth' nor 'reward_model' with 'ground_truth'; it has "
-                f"{', '.join(map(repr, data)) or 'no entries'}"
-            )
-        result = self._function(
-            data_source=data.get("data_source"),
-            solution_str=text,
-            ground_truth=truth,
-            extra_info=dict(data.get("extra_info") or {}),
-        )
-        return self._awaited(result) if inspect.isawaitable(result) else self._read(result)
-
-    async def _awaited(self, result: Any) -> Any:
-        return self._read(await result)
-
-    def _read(self, result: Any) -> Any:
-        if not isinstance(result, Mapping):
-            return result
-        if "score" not in result:
-            raise EnvError(f"verl: {describe(self._function)} returned {shown(dict(result))}: the dict has no 'score'")
-        numbers = {str(key): value for key, value in result.items() if isinstance(value, (bool, int, float))}
-        return result["score"], {key: float(value) for key, value in numbers.items() if key != "score"}

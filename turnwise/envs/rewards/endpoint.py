@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 from turnwise.config import Section, load_config
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.images import image_part
+from turnwise.inference.connections import retry_after
 from turnwise.model.canonical import canonical_messages
 from turnwise.tools.secrets import Secrets
 from turnwise.types import Message
@@ -246,7 +246,7 @@ class Endpoint:
                     return text, 200, None
                 repeatable = answer.status in _AGAIN or answer.status >= 500
                 story = f"it returned {answer.status}: {_said(text)}"
-                return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if repeatable else None
+                return story, answer.status, (retry_after(answer.headers, math.inf) or 0.0) if repeatable else None
         except TimeoutError:
             return f"no answer within {self._options.timeout:g} s", None, 0.0
         except aiohttp.ClientError as error:
@@ -313,20 +313,6 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         wire.append(wire_message)
     return wire
-
-
-def _retry_after(header: str | None) -> float:
-    """Parse a Retry-After header in seconds (RFC 9110, 10.2.3), 0 where absent."""
-    if not header:
-        return 0.0
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except (TypeError, ValueError):
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 def _said(text: str) -> str:

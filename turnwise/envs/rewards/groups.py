@@ -6,14 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from turnwise.envs.results import transcript
 from turnwise.envs.rewards.judge import Question, Verdict, Verdicts
 from turnwise.envs.rewards.matching import find_json
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, messages_of
 from turnwise.types import Message, ToolCall, text_of
 
 _TEMPLATE: Final = Path(__file__).with_name("comparison.jinja").read_text("utf-8")
@@ -46,8 +46,8 @@ def conversation_of(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory's last branch."""
     if not trajectory.segments:
         return []
-    messages = [message for segment in trajectory.path(len(trajectory.segments) - 1) for message in segment.messages]
-    return [_message(message) for message in messages]
+    path = trajectory.path(len(trajectory.segments) - 1)
+    return [_message(message) for segment in path for message in messages_of(segment)]
 
 
 def answer_of(trajectory: Trajectory) -> str:
@@ -57,12 +57,8 @@ def answer_of(trajectory: Trajectory) -> str:
 
 
 def _message(record: Mapping[str, Any]) -> Message:
-    message: Message = {"role": record["role"], "content": record.get("content")}
-    if record.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in record["tool_calls"]]
-    if record.get("tool_call_id"):
-        message["tool_call_id"] = record["tool_call_id"]
-    return message
+    calls = record.get("tool_calls")
+    return cast("Message", {**record, "tool_calls": [_call(call) for call in calls]} if calls else record)
 
 
 def _call(record: Mapping[str, Any]) -> ToolCall:

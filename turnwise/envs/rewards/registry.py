@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from turnwise.errors import ConfigError, nearest, shown
-from turnwise.plugins import load_object, module_label, registering
+from turnwise.plugins import load_object, module_label, references, registering
 
 _HERE = "turnwise.envs.rewards"
 REWARDS: dict[str, Callable[..., Any] | str] = {
@@ -25,9 +25,9 @@ REWARDS: dict[str, Callable[..., Any] | str] = {
     "symbolic": f"{_HERE}.symbolic:Symbolic",
     "reward_model": f"{_HERE}.model:RewardModel",
     "judge": f"{_HERE}.judge:Judge",
-    "verl": f"{_HERE}.core:VerlScore",
     "rank_by": f"{_HERE}.groups:RankBy",
     "pairwise_judge": f"{_HERE}.groups:PairwiseJudge",
+    **references("rewards"),
 }
 """Reward functions by the name that configurations use: functions and classes, or references to them."""
 

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
 from turnwise.images import readable_text
+from turnwise.inference.process import bind
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.response import content_block
@@ -283,9 +283,9 @@ class EnvServer:
             on_start: Called with the server's URL once it serves.
 
         Raises:
-            ConfigError: The port cannot be bound.
+            InferenceError: The port cannot be bound.
         """
-        listener = _bind(host, port)
+        listener = bind(host, port)
         app = self.server().streamable_http_app(host=host, session_idle_timeout=IDLE_S)
         config = uvicorn.Config(
             _Sessions(app, self),
@@ -468,18 +468,3 @@ def _block(part: dict[str, Any]) -> mcp_types.ContentBlock:
 
 def _failed(error: TurnwiseError) -> MCPError:
     return MCPError(mcp_types.INTERNAL_ERROR, f"the episode ended with an error: {type(error).__name__}: {error}")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it; without it an answer in two parts may wait 40 ms for a delayed acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot bind {host} port {port} ({why}): choose another, or 0 for a free one") from error
-    return listener

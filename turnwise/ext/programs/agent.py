@@ -17,7 +17,7 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown, undo_on_error
 from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, read_config, resolve_recipe
 from turnwise.ext.programs.mounts import paths_within
-from turnwise.ext.programs.program import Exit, Output, Program, ProgramError, WorkerReply, Workers
+from turnwise.ext.programs.program import Exit, Output, Program, ProgramError, StartError, WorkerReply, Workers
 from turnwise.ext.programs.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.ext.programs.tool_server import ToolServer
 from turnwise.ext.programs.workdir import (
@@ -315,7 +315,7 @@ class BlackBoxAgent(Agent):
             raise ProgramError(self._failure_message(how, end))
         turns = endpoint.entry.session.turns
         if turns == 0:
-            raise ProgramError(
+            raise StartError(
                 self._failure_message(f"exit status {exit_state.status}, and it never asked the model", end)
             )
         if exit_state.status != 0 and self._config.nonzero_exit == "error":

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +22,8 @@ from turnwise.ext.programs.workdir import PLACEHOLDERS, fill, placeholders_in
 from turnwise.sandboxes.core import Mount
 
 _RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
+_INTERPRETER = re.compile(r"python[\d.]*|node|deno|bun|ruby|perl|(ba|da|z|k)?sh")
+_SCRIPT = re.compile(r"[^-].*\.(py|[cm]?js|ts|sh|rb|pl)")
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -120,6 +122,7 @@ def resolve_recipe(config: BlackBoxConfig) -> Recipe:
         command = (config.program, *command[1:])
     if not config.sandbox or config.mount_program:
         command = (_resolve_program(command[0], {**base.env, **config.env}.get("PATH")), *command[1:])
+        command = _resolve_script(command, config, {**base.files, **config.files})
     command = (*command, *config.arguments)
     recipe = Recipe(
         command=command,
@@ -161,7 +164,7 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
     # A name close to a placeholder is misspelt; others may be syntax of the program.
     for text in (*recipe.command, recipe.prompt, recipe.stdin):
         for name in sorted(placeholders_in([text]) - set(PLACEHOLDERS)):
-            hint = nearest(name, list(PLACEHOLDERS))
+            hint = nearest(name, PLACEHOLDERS)
             if hint:
                 raise AgentError(f"blackbox: there is no placeholder {{{name}}}{hint}")
 
@@ -173,7 +176,9 @@ def mounts_of(config: BlackBoxConfig, recipe: Recipe) -> tuple[Mount, ...]:
     programs = []
     if config.mount_program:
         texts = (*recipe.command, recipe.prompt, recipe.stdin, *recipe.env.values(), *recipe.files.values())
-        programs = [recipe.command[0], *([sys.executable] if "python" in placeholders_in(texts) else [])]
+        scripts = [text for text in recipe.command[1:] if _SCRIPT.fullmatch(text) and os.path.isabs(text)]
+        programs = [recipe.command[0], *scripts]
+        programs += [sys.executable] * ("python" in placeholders_in(texts))
     seen = dict.fromkeys(
         path for program in programs for path in program_paths(fill(program, {"python": sys.executable}))
     )
@@ -195,3 +200,25 @@ def _resolve_program(program: str, path: str | None) -> str:
             f"blackbox: the program {program!r} cannot be started: {where}. Install it, or name its path with 'program'"
         )
     return os.path.abspath(resolved)
+
+
+def _resolve_script(command: tuple[str, ...], config: BlackBoxConfig, files: Collection[str]) -> tuple[str, ...]:
+    """Return a command with the path of the script that its interpreter runs.
+
+    A relative path stays where the working directory will have the file; else it is meant from where the run starts.
+    """
+    index = next((index for index, text in enumerate(command) if _SCRIPT.fullmatch(text)), 0)
+    name, script = command[index], Path(command[index]).expanduser()
+    by_option = {"-c", "-m", "-e", "-p"} & {text[:2] for text in command[:index]}
+    if not index or by_option or not _INTERPRETER.fullmatch(Path(command[0]).name) or placeholders_in([name]):
+        return command
+    in_image = config.sandbox and not script.is_file()
+    if in_image or name in files or (config.workspace is not None and (config.workspace / script).is_file()):
+        return command
+    if not script.is_file():
+        raise AgentError(
+            f"blackbox: command runs {name!r}, and {os.path.abspath(script)} is no file: give its path, or have it in "
+            "the program's fresh working directory, by 'workspace' or 'files' (a file that the environment puts there "
+            "is {work}/NAME)"
+        )
+    return (*command[:index], os.path.abspath(script), *command[index + 1 :])

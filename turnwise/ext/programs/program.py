@@ -39,6 +39,12 @@ class ProgramError(AgentError):
     retryable: ClassVar[bool] = True
 
 
+class StartError(ProgramError):
+    """A program could not be started, or exited before its first model request."""
+
+    at_start: ClassVar[bool] = True
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One captured output stream.
@@ -153,7 +159,7 @@ class Program:
                     os.close(descriptor)
         except OSError as error:
             await asyncio.gather(stdout.close(0), stderr.close(0))
-            raise ProgramError(f"cannot start a process: {error}") from error
+            raise StartError(f"cannot start a process: {error}") from error
         finally:
             stdin_file.close()
         program = cls(process, mark, stdout, stderr, quota)
@@ -207,7 +213,7 @@ class Program:
             await process.stdin.drain()
         first = await self._read_report()
         if "pid" not in first:
-            raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'no reason given')}")
+            raise StartError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'no reason given')}")
         self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:

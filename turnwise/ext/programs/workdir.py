@@ -21,26 +21,11 @@ from turnwise.types import Message, ToolSchema, text_of
 
 API_KEY: Final = "turnwise"
 """The key that a program sends: its address alone identifies it."""
-PLACEHOLDERS: Final = {
-    "prompt": "the program's prompt",
-    "prompt_file": "a file that holds it",
-    "task": "the beginning of the conversation: system prompt and the user's messages",
-    "system": "the system prompt alone",
-    "user": "the user's messages alone",
-    "tools": "how the environment's tools are called from a shell; empty where it has none",
-    "model": "the model's name",
-    "api_key": "the API key",
-    "base_url": "the address of the episode's session",
-    "openai_base_url": "the same for OpenAI's APIs",
-    "anthropic_base_url": "the same for Anthropic's",
-    "tools_url": "the address of the environment's tools; empty where it has none",
-    "mcp_url": "the same for MCP",
-    "home": "a fresh folder for settings",
-    "work": "the folder in which the program works",
-    "python": "the interpreter that runs this",
-    "context_length": "tokens of prompt and completion",
-    "max_turns": "model calls of the episode",
-}
+PLACEHOLDERS: Final = (
+    "prompt", "prompt_file", "task", "system", "user", "tools", "model", "api_key", "base_url", "openai_base_url",
+    "anthropic_base_url", "tools_url", "mcp_url", "home", "work", "python", "context_length", "max_turns",
+)  # fmt: skip
+"""What texts of a recipe may hold in braces; docs/external-agents.md says what each stands for."""
 _PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
 _MAX_ARGUMENT_BYTES: Final = 131_071
 """Maximum bytes of one argument on Linux."""

@@ -18,8 +18,9 @@ import aiohttp
 from turnwise.errors import ConfigError, InferenceError, RequestRefused, SessionError
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.answer import answer_reader, failure_of
-from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint, retry_after
+from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, EndpointAnswer, NoTokens, TextSession
+from turnwise.inference.connections import retry_after
 from turnwise.model.core import ModelInfo
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import json
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -17,6 +15,7 @@ from yarl import URL
 from turnwise.gateway.concurrency import AdaptiveLimit
 from turnwise.gateway.config import SECRET_HEADERS, HostedConfig
 from turnwise.gateway.errors import ApiError
+from turnwise.inference.connections import retry_after
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -37,27 +36,8 @@ _RETURNED = {
 _RETURNED_BEGINNINGS = ("x-ratelimit-", "anthropic-ratelimit-")
 OVERLOADED = frozenset({429, 503, 529})
 """Statuses by which a provider reports that requests come too fast."""
-_LONGEST_WAIT_S = 300.0
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
 _HIDDEN = b"[key]"
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of ``retry-after-ms`` or ``retry-after`` (seconds or a date), at most 300; None without."""
-    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            seconds = float(value) * scale
-        except ValueError:
-            try:
-                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-            except ValueError:
-                continue
-        if seconds >= 0:
-            return min(seconds, _LONGEST_WAIT_S)
-    return None
 
 
 class Endpoint:

@@ -8,20 +8,27 @@ import functools
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.outcome import use_episode
 from turnwise.agents.registry import register_agent
-from turnwise.chat.template_text import TemplateText
+from turnwise.chat.renderer import TemplateRenderer
 from turnwise.errors import AgentError, RenderError, SessionError, shown
 from turnwise.model.canonical import canonical_messages, template_arguments
 from turnwise.model.core import Renderer
+from turnwise.recorder.session import Session
 from turnwise.recorder.token_session import TokenSession, TrainedBranch
+from turnwise.tools.schema import as_schema
+from turnwise.tools.selection import load_tool_config
 from turnwise.types import Message, SamplingParams, StopReason, ToolSchema, as_ids
+
+register = register_agent
+initialize_tools_from_config = load_tool_config
 
 _TAKEN_AS_READ: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0, None), "presence_penalty": (0.0, None), "frequency_penalty": (0.0, None),
@@ -149,21 +156,14 @@ def no_media(media: Mapping[str, Any]) -> None:
             raise AgentError(f"{name}: this model's renderer places text only, so a loop cannot show it media")
 
 
-@runtime_checkable
-class TextRenderer(Protocol):
-    """What :class:`LoopTokenizer` needs of a renderer besides its contract."""
-
-    text: TemplateText
-    """Whole conversations, and text that is not a message."""
-
-
 class LoopTokenizer:
     """A tokenizer with the interface that agent loops use."""
 
     def __init__(self, renderer: Renderer) -> None:
-        if not isinstance(renderer, TextRenderer):
-            kind = type(renderer).__qualname__
-            raise AgentError(f"an agent loop needs a renderer with 'text', which {kind} lacks")
+        if not isinstance(renderer, TemplateRenderer):
+            raise AgentError(
+                f"token ids are read by a model's chat template, and {type(renderer).__qualname__} is none"
+            )
         self.renderer = renderer
         self._text = renderer.text
 
@@ -172,10 +172,8 @@ class LoopTokenizer:
         """An id that ends a turn; the least of ``renderer.stop_ids``."""
         return min(self.renderer.stop_ids)
 
-    @property
-    def pad_token_id(self) -> int:
-        """The same: nothing is padded here."""
-        return self.eos_token_id
+    # Nothing is padded here.
+    pad_token_id = eos_token_id
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002 - none are added
         """Encode a text. Special tokens in it become their ids; none are added."""
@@ -210,15 +208,14 @@ class LoopTokenizer:
             return_dict: Whether to return ``{"input_ids": ...}``.
             **template_args: Arguments of the template (``enable_thinking``).
         """
-        schemas = [_schema(tool) for tool in tools or ()]
+        schemas = [as_schema(tool) for tool in tools or ()]
         renderer = self.renderer.under(template_arguments(template_args)) if template_args else self.renderer
         try:
             messages = canonical_messages(conversation)
             if add_generation_prompt:
                 rendered = renderer.render(messages, schemas)
             else:
-                text = renderer.text if isinstance(renderer, TextRenderer) else self._text
-                rendered = text.closed(messages, schemas)
+                rendered = renderer.text.closed(messages, schemas)
         except RenderError as error:
             raise AgentError(f"apply_chat_template: {error}") from error
         ids = [int(number) for number in rendered]
@@ -227,18 +224,7 @@ class LoopTokenizer:
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
 
-def _schema(tool: ToolSchema | Mapping[str, Any]) -> ToolSchema:
-    if isinstance(tool, ToolSchema):
-        return tool
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise AgentError(f"apply_chat_template: {tool!r} is not a tool: give a ToolSchema, or OpenAI's form of one")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return ToolSchema(function["name"], function.get("description") or "", dict(parameters))
-
-
 F = TypeVar("F")
-LoopClass = TypeVar("LoopClass", bound="type[AgentLoopBase]")
 _LENGTHS = ("prompt_length", "response_length")
 
 
@@ -281,6 +267,10 @@ class AgentLoopOutput:
     multi_modal_data: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     routed_experts: Any = None
+
+
+LAST_OUTPUTS: WeakKeyDictionary[Session, AgentLoopOutput] = WeakKeyDictionary()
+"""The output of a session's loop that is scored."""
 
 
 class AgentLoopBase(ABC):
@@ -372,9 +362,7 @@ class AgentLoopBase(ABC):
         """Return no media: rendering refuses messages that hold some."""
         return {}
 
-    async def process_multi_modal_info(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return no media; see :meth:`process_vision_info`."""
-        return await self.process_vision_info(messages)
+    process_multi_modal_info = process_vision_info
 
     @classmethod
     def make_agent(cls, **config: Any) -> Agent:
@@ -448,7 +436,7 @@ class LoopAgent(Agent):
             session.train_only(branches)
         except SessionError as error:
             raise AgentError(f"{name}.run returned what the model did not sample: {error}") from error
-        last_output = outputs[-1]
+        last_output = LAST_OUTPUTS[session] = outputs[-1]
         if last_output.reward_score is not None:
             episode.reward(last_output.reward_score)
         episode.count(_metrics(outputs))
@@ -457,15 +445,6 @@ class LoopAgent(Agent):
             return
         if not completion.get("tool_calls"):
             episode.finish(StopReason.MAX_TOKENS, final=completion)
-
-
-def register(name: str) -> Callable[[LoopClass], LoopClass]:
-    """Register a class of loops under a name, as a decorator.
-
-    Raises:
-        RegistryError: The name is taken or invalid.
-    """
-    return register_agent(name)
 
 
 @contextlib.contextmanager
