@@ -37,8 +37,8 @@ Address = tuple[str, int, bool]
 """Host, port, and whether the connection is encrypted."""
 
 
-def retry_after(headers: Mapping[str, str], most: float = _LONGEST_WAIT_S) -> float | None:
-    """Return the seconds of ``retry-after-ms`` or ``retry-after`` (seconds or a date), or ``most``; None without."""
+def retry_after(headers: Mapping[str, str], longest: float = _LONGEST_WAIT_S) -> float | None:
+    """Return the seconds of ``retry-after-ms`` or ``retry-after`` (or until its date), at most ``longest``, or None."""
     for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -51,7 +51,7 @@ def retry_after(headers: Mapping[str, str], most: float = _LONGEST_WAIT_S) -> fl
             except ValueError:
                 continue
         if seconds >= 0:
-            return min(seconds, most)
+            return min(seconds, longest)
     return None
 
 

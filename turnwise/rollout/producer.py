@@ -201,13 +201,13 @@ class FailureWatch:
         """Note the error of an episode."""
         self._last_error = error
 
-    def check_began(self, error: Exception | None, most: int) -> None:
-        """Note how an attempt ended; raise TrainError where the first ``most`` all failed at the agent's start."""
+    def check_began(self, error: Exception | None, attempts: int) -> None:
+        """Note how an attempt ended; raise TrainError where the first ``attempts`` all failed at the agent's start."""
         if self._unbegun is None or not (isinstance(error, TurnwiseError) and error.at_start):
             self._unbegun = None
             return
         self._unbegun += 1
-        if self._unbegun >= most:
+        if self._unbegun >= attempts:
             raise TrainError(
                 f"the agent began in no episode: the first {self._unbegun} attempts, as many as a group has with its "
                 f"retries, all failed at its start, and the others would, too; the last one: {error}"

@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import EnvSpec, make
-from turnwise.errors import EnvError, TurnwiseError, user_code
+from turnwise.errors import EnvError, TurnwiseError, shown, user_code
 from turnwise.tasks.core import Task
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.selection import Toolbox
@@ -381,7 +381,6 @@ def usable_calls(env: Env) -> list[ToolCall]:
     ]
 
 
-def brief(value: Any) -> str:
+def brief(value: Any, limit: int = 160) -> str:
     """Shorten a value for a finding."""
-    text = repr(value)
-    return text if len(text) <= 160 else f"{text[:120]}...{text[-37:]}"
+    return shown(value, limit)

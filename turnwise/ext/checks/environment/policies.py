@@ -175,7 +175,7 @@ async def _solve(context: CheckContext, episode: CheckEpisode) -> float:
             answers = [text_of(answer) for answer in episode.messages[start:] if answer["role"] == "tool"]
             raise EnvError(
                 f"{episode.where}: the tool {crashed_tools[0]!r} raised in the reference solution and answered "
-                f"{brief(' '.join(answers))}: fix the tool, or its call in solve()"
+                f"{brief(' '.join(answers), 500)}: fix the tool, or its call in solve()"
             )
         if episode.is_over:
             await context.run(solver.close(), "solve")

@@ -15,7 +15,7 @@ from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, shown
-from turnwise.ext.frameworks.compat.verl_agent_loop import LAST_OUTPUTS, AgentLoopOutput, LoopTokenizer
+from turnwise.ext.frameworks.compat.verl_agent_loop import LAST_OUTPUTS, LoopTokenizer
 from turnwise.model.canonical import canonical_messages
 from turnwise.recorder.session import Session
 from turnwise.tasks.core import Task
@@ -80,22 +80,21 @@ def _response(env: Env, messages: Sequence[Message]) -> tuple[str, int, Mapping[
     fields = {"turn_scores": [], "tool_rewards": [] if data is None else data.tool_rewards, **own_fields}
     if session is None or session.recorded_as != "tokens":
         return *_written_response(messages), fields
-    output = LAST_OUTPUTS.get(session) or _last_branch(session)
-    text = LoopTokenizer(session.renderer).decode(output.response_ids, skip_special_tokens=True)
-    return text, output.num_turns, {**fields, **output.extra_fields}
+    output = LAST_OUTPUTS.get(session)
+    response, turns = _last_branch(session) if output is None else (output.response_ids, output.num_turns)
+    text = LoopTokenizer(session.renderer).decode(response, skip_special_tokens=True)
+    return text, turns, fields if output is None else {**fields, **output.extra_fields}
 
 
-def _last_branch(session: Session) -> AgentLoopOutput:
-    """Return the branch that ends with the turn sampled last."""
+def _last_branch(session: Session) -> tuple[list[int], int]:
+    """Return the ids behind the first prompt, and the number of turns, of the branch of the turn sampled last."""
     segments = session.segments(messages=False)
     last_turn = None if session.last is None else session.last["turn_id"]
     sampled = [segment for segment in segments if segment.sampled]
     path = [segment for segment in sampled if segment.turn_id == last_turn][-1:] or sampled[-1:]
     while path and path[0].parent >= 0:
         path.insert(0, segments[path[0].parent])
-    response = [number for segment in path[1:] for number in segment.token_ids.tolist()]
-    mask = [int(segment.sampled) for segment in path[1:] for _ in segment.token_ids]
-    return AgentLoopOutput(path[0].token_ids.tolist() if path else [], response, mask, num_turns=len(path) or 1)
+    return [number for segment in path[1:] for number in segment.token_ids.tolist()], len(path) or 1
 
 
 def _written_response(messages: Sequence[Message]) -> tuple[str, int]:
