@@ -21,7 +21,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +35,8 @@ D = TypeVar("D", bound=Callable[..., Any])
 _FILE = "turnwise_file_"
 # Names of modules that were imported by other means, by file: a cache, as every episode looks up its environment.
 _IMPORTED: dict[str, str] = {}
+# Folders of users' files, whose modules can be imported by name.
+_FOLDERS: set[Path] = set()
 
 
 def load_object(reference: str, what: str) -> Any:
@@ -189,6 +191,7 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+        check_imported(list(vars(module).values()), path.parent)
     except Exception as error:  # a user's file runs here: whatever it raises is named
         del sys.modules[name]
         text = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -202,6 +205,18 @@ def make_importable(folder: Path) -> None:
     """Let the modules in the folder of a user's file be imported by name, where no other module has it."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+        _FOLDERS.add(folder)
+
+
+def check_imported(imported: Iterable[object], folder: Path) -> None:
+    """Raise ConfigError where a file of a folder imported the namesake of a module there, from another user's file."""
+    for module in map(inspect.getmodule, imported):
+        if isinstance(module, ModuleType):
+            beside, file = folder / f"{module.__name__}.py", Path(str(vars(module).get("__file__")))
+            if file != beside and file.parent in _FOLDERS and beside.is_file():
+                raise ConfigError(
+                    f"it imports {beside}, but {file} was imported by that name before: rename one of them"
+                )
 
 
 @functools.lru_cache(maxsize=256)

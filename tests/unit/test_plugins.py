@@ -13,7 +13,7 @@ from turnwise import plugins as extensions
 from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import CHOSEN, MODULES, load_extensions
+from turnwise.plugins import CHOSEN, MODULES, load_extensions, load_object
 from turnwise.trainer.algorithms.advantages import ADVANTAGES, register_advantage
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.losses import LOSSES, Loss, LossSums, find_loss, ppo_clip_loss, register_loss
@@ -125,6 +125,18 @@ def test_a_broken_entry_point_names_its_package(tmp_path, monkeypatch, code, mes
     monkeypatch.setenv(CHOSEN, "ext_g")
     with pytest.raises(ConfigError, match=rf"the extension 'ext_g' \(ext_g:start, of the package ext_g\) .*{message}"):
         load_extensions()
+
+
+def test_modules_beside_a_file_are_imported_and_never_those_of_another_file(tmp_path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ext_helper.py").write_text(f"def owner():\n    return {name!r}\n")
+        (tmp_path / name / "ext_env.py").write_text("from ext_helper import owner\n")
+    assert load_object(f"{tmp_path}/one/ext_env.py:owner", "function")() == "one"
+    with pytest.raises(
+        ConfigError, match=r"two/ext_env\.py failed: .*two/ext_helper\.py, but .*one/ext_helper\.py was"
+    ):
+        load_object(f"{tmp_path}/two/ext_env.py:owner", "function")
 
 
 def test_registering_a_name() -> None:

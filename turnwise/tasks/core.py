@@ -179,7 +179,8 @@ def _message(value: Any, where: str, folder: Path | None) -> Message:
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):
             raise TaskError(f"{where}.tool_calls is {shown(value['tool_calls'])}: it must be a list of calls")
-        message["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(value["tool_calls"])]
+        calls = enumerate(value["tool_calls"])
+        message["tool_calls"] = [as_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in calls]
     return cast("Message", message)
 
 
@@ -229,7 +230,8 @@ def _read(part: Mapping[str, Any], task: str) -> dict[str, Any]:
         raise TaskError(f"task {task}: {part['path']}: {error}") from None
 
 
-def _call(value: Any, where: str) -> ToolCall:
+def as_tool_call(value: Any, where: str, call_id: str = "") -> ToolCall:
+    """Return a written call; TaskError says ``where`` it is malformed. ``call_id`` is for one without an id."""
     if isinstance(value, ToolCall):
         return value
     is_call = isinstance(value, Mapping) and set(value) <= _CALL_FIELDS
@@ -239,7 +241,7 @@ def _call(value: Any, where: str) -> ToolCall:
             "with the arguments as an object and not as JSON text"
         )
     return ToolCall(
-        id=str(value.get("id") or ""),
+        id=str(value.get("id") or call_id),
         name=value["name"],
         arguments=dict(value.get("arguments", {})),
         raw=str(value.get("raw") or ""),

@@ -27,7 +27,7 @@ from turnwise.errors import (
     shown,
     undo_on_error_async,
 )
-from turnwise.plugins import load_file, load_object, make_importable
+from turnwise.plugins import check_imported, load_file, load_object, make_importable
 from turnwise.tasks.core import Task
 from turnwise.tools.config import NamedToolConfig, ToolEntry, ToolFile, ToolsConfig
 from turnwise.tools.core import SHIPPED, AgentData, BaseTool, FunctionTool, Tool, as_tool, get_tool, tool_names
@@ -342,10 +342,10 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
     entries = load_config(ToolFile, file).tools
     lines = _entry_lines(file)
     make_importable(file.parent)
-    return [
-        _make_tool(entry, f"{file}:{line}: tools.{n}")
-        for n, (entry, line) in enumerate(zip(entries, lines, strict=True))
-    ]
+    locations = [f"{file}:{line}: tools.{n}" for n, line in enumerate(lines)]
+    tools = [_make_tool(entry, location) for entry, location in zip(entries, locations, strict=True)]
+    check_imported([type(tool) for tool in tools], file.parent)
+    return tools
 
 
 def _entry_lines(file: Path) -> list[int]:

@@ -17,11 +17,11 @@ from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, fro
 from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
 from turnwise.envs.results import transcript
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
-from turnwise.tasks.core import Task, message_record
+from turnwise.tasks.core import Task, as_tool_call, message_record
 from turnwise.tasks.reader import load_tasks
 from turnwise.tasks.sources import TaskSource
 from turnwise.tools.sample_arguments import random_arguments
-from turnwise.types import Message, Role, ToolCall, ToolSchema
+from turnwise.types import Message, Role, ToolSchema
 
 _ROLES: Final = frozenset(get_args(Role))
 _WORDS: Final = "yes no one two left right up down hello answer north south 0 1 2 3 10 42".split()  # noqa: SIM905
@@ -146,22 +146,12 @@ def as_message(action: Any) -> Message:
     message = cast("Message", {**action, "role": "assistant", "content": content})
     message.pop("tool_calls", None)
     if calls:
-        message["tool_calls"] = [_as_call(call, number) for number, call in enumerate(calls)]
+        try:
+            tool_calls = [as_tool_call(call, f"tool_calls[{n}]", f"call_{n}") for n, call in enumerate(calls)]
+        except TaskError as error:
+            raise EnvError(f"an action: {error}") from error
+        message["tool_calls"] = tool_calls
     return message
-
-
-def _as_call(call: Any, number: int) -> ToolCall:
-    if isinstance(call, ToolCall):
-        return call
-    if (
-        not isinstance(call, Mapping)
-        or not isinstance(call.get("name"), str)
-        or not isinstance(call.get("arguments", {}), Mapping)
-    ):
-        raise EnvError(
-            f"tool_calls[{number}] is {shown(call)}: it must be a ToolCall or a dict with 'name' and 'arguments'"
-        )
-    return ToolCall(str(call.get("id") or f"call_{number}"), call["name"], dict(call.get("arguments", {})))
 
 
 __all__ = [
