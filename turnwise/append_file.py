@@ -6,8 +6,12 @@ An append is whole or absent, also across kills and full disks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import math
 import os
+import re
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,24 +105,26 @@ def drafted_directory(target: Path) -> Iterator[Path]:
 class AppendFile:
     """An append-only file of lines with a single writer; a line is in the file when :meth:`append` returns.
 
-    A torn last line that a killed process left is removed with ``cut``, else terminated and left unreadable.
+    Where the disk refuses, all raise DiskError. A torn last line that a killed process left is removed with ``cut``,
+    else terminated and left unreadable.
     """
 
     def __init__(self, path: Path, *, cut: bool = False) -> None:
-        private_directory(path.parent)
-        self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-        self._closed = False
+        self._path, self._closed = path, False
+        with writing(path):
+            private_directory(path.parent)
+            self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self.size = os.fstat(self._file).st_size
         if self.size and os.pread(self._file, 1, self.size - 1) != b"\n":
             if cut:
                 self.truncate(_last_line(self._file, self.size))
             else:
-                append_whole(self._file, b"\n")
-                self.size += 1
+                self.append(b"")
 
     def append(self, line: bytes) -> int:
-        """Append one line (without its line break), whole or not at all; return its byte offset. Raises OSError."""
-        append_whole(self._file, line + b"\n")
+        """Append one line (without its line break), whole or not at all; return its byte offset."""
+        with writing(self._path):
+            append_whole(self._file, line + b"\n")
         begins, self.size = self.size, self.size + len(line) + 1
         return begins
 
@@ -128,19 +134,48 @@ class AppendFile:
 
     def truncate(self, size: int) -> None:
         """Cut the file to ``size`` bytes."""
-        os.ftruncate(self._file, size)
+        with writing(self._path):
+            os.ftruncate(self._file, size)
         self.size = size
 
     def sync(self) -> None:
         """Fsync the file: what was appended survives a power cut."""
         if not self._closed:
-            os.fsync(self._file)
+            with writing(self._path):
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file; idempotent."""
         if not self._closed:
             self._closed = True
             os.close(self._file)
+
+
+def raise_file_limit(files: int) -> float:
+    """Have this process open ``files`` files at least, as far as its user may; return how many it may open."""
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_FILES))
+    if soft < files:
+        soft = min(files, hard)
+        # Refused where the system has a lower limit of its own (macOS).
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(_FILES, (int(soft), resource.getrlimit(_FILES)[1]))
+    return soft
+
+
+_FILES = resource.RLIMIT_NOFILE
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.EROFS: "mount its file system writable",
+    errno.EACCES: "let this user write there",
+}
+
+
+def write_remedy(error: Exception) -> str:
+    """Return what helps where a disk refuses: by default room, also where a library raised its own exception."""
+    named = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
+    return _REMEDIES.get(number or 0, "make room on its file system")
 
 
 @contextlib.contextmanager
@@ -150,8 +185,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(
-            f"{path} cannot be written: {error.strerror or error}. Make room on its file system and give the same "
-            "command again: the run resumes from its last checkpoint, and nothing recorded in the journal is lost"
+            f"{path} cannot be written: {error.strerror or error}: {write_remedy(error)} and give the same "
+            "command again: it resumes, and nothing that was recorded before is lost"
         ) from error
 
 

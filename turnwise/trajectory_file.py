@@ -34,7 +34,7 @@ import numpy as np
 import orjson
 import zstandard
 
-from turnwise.append_file import AppendFile, append_whole, private_directory, private_opener
+from turnwise.append_file import AppendFile, append_whole, private_directory, private_opener, writing
 from turnwise.columns import DTYPES, Columns, pack_trajectory, unpack_trajectory
 from turnwise.errors import FormatError
 from turnwise.media_files import MediaFiles
@@ -396,8 +396,9 @@ class TrajectoryWriter:
 
     def __init__(self, path: Path, *, index: bool = True) -> None:
         self.path = path
-        private_directory(path.parent)
-        self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        with writing(path):
+            private_directory(path.parent)
+            self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._records = _Records(self._file, path)
         self._closed = False
         self._lock = threading.Lock()
@@ -422,7 +423,7 @@ class TrajectoryWriter:
             self._resume_dictionary([*indexed.lines, *unindexed][-1:])
 
     def write(self, trajectory: Trajectory) -> RecordLocation:
-        """Append one trajectory, whole or not at all. Raises FormatError or OSError."""
+        """Append one trajectory, whole or not at all. Raises FormatError or DiskError."""
         parts = _frame_parts(pack_trajectory(trajectory, self._records.images.write))
         with self._lock:
             if not self._dictionary and self._index is not None:
@@ -456,7 +457,8 @@ class TrajectoryWriter:
         with self._lock:
             if self._index is not None:
                 self._write_index([line for line in _Index(self._records).lines if _read_entry(line).offset < size])
-            os.ftruncate(self._file, size)
+            with writing(self.path):
+                os.ftruncate(self._file, size)
             self.size = size
             if self._dictionary > size:
                 self._dictionary, self._compressor = 0, zstandard.ZstdCompressor(level=_LEVEL)
@@ -474,7 +476,8 @@ class TrajectoryWriter:
     def sync(self) -> None:
         """Flush to disk (fsync)."""
         if not self._closed:
-            os.fsync(self._file)
+            with writing(self.path):
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -486,7 +489,8 @@ class TrajectoryWriter:
 
     def _append(self, kind: bytes, frame: bytes, dictionary: int) -> RecordLocation:
         crc = _crc(len(frame), dictionary, frame)
-        append_whole(self._file, _HEAD.pack(_MARK, kind, len(frame), crc, dictionary) + frame)
+        with writing(self.path):
+            append_whole(self._file, _HEAD.pack(_MARK, kind, len(frame), crc, dictionary) + frame)
         location = RecordLocation(self.size, _HEAD.size + len(frame), crc)
         self.size += location.length
         return location

@@ -329,3 +329,27 @@ async def test_failed_restart_raises_the_error_of_the_server(lookup_model: Path,
             await fleet.recover(InferenceError("gone"))
     finally:
         await fleet.close()
+
+
+@pytest.mark.long
+async def test_a_stopped_server_is_killed_and_restarted_and_the_next_one_ends_the_run(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.inference.replica.HEALTH_SECONDS", 2.0)
+    fleet = ReplicaSet(InferenceConfig(), lookup_model, logs=tmp_path)
+    await fleet.launch()
+
+    async def sample() -> int:
+        completion = await fleet.client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        return len(completion.token_ids)
+
+    try:
+        [replica] = fleet.replicas
+        os.kill(replica.pid, signal.SIGSTOP)
+        assert await fleet.with_recovery(sample) == 8
+        assert fleet.restarts == 1
+        os.kill(replica.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied, match="died: it left 3 health checks in a row unanswered"):
+            await fleet.with_recovery(sample)
+    finally:
+        await fleet.close()

@@ -44,7 +44,7 @@ def test_full_disk_is_one_error_and_the_run_resumes(lookup_model: Path, tmp_path
         assert process.wait(DEADLINE_S) == 1, process.output()
     output = process.output()
     assert "Traceback" not in output, output
-    assert output.count("cannot be written: No space left on device. Make room on its file system") == 1, output
+    assert output.count("cannot be written: No space left on device: make room on its file system") == 1, output
     assert output.count("Error: ") == 1, output
 
     filler.unlink()

@@ -130,7 +130,8 @@ async def test_a_stop_string_ends_a_completion(client: HTTPClient, reference: An
 
 async def name_version(vllm: VLLMReplica, version: int) -> None:
     control = ControlRoutes()
-    assert await control.set_version(vllm.url, version) == version
+    answer = await control.request(vllm.url, "POST", "/update_weight_version", {"new_version": str(version)})
+    assert int(answer["new_version"]) == version
     await control.close()
 
 

@@ -15,10 +15,14 @@ from typing import NoReturn
 
 import typer
 
+from turnwise.append_file import raise_file_limit
 from turnwise.cli import envs, evaluation, runs, serve, start, train
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
+
+_MOST_FILES = 65_536
+"""Open files that a process asks for; some programs look at each number that they may have."""
 
 app = typer.Typer(
     name="turnwise",
@@ -152,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     _warn_of_namesake()
+    raise_file_limit(_MOST_FILES)
     try:
         with _sudden_ends_announced():
             app(arguments, prog_name="turnwise")

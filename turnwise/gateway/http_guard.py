@@ -7,10 +7,14 @@ arrives at once costs only a few comparisons.
 from __future__ import annotations
 
 import asyncio
-import resource
+import logging
 from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from turnwise.append_file import raise_file_limit
+
+_log = logging.getLogger(__name__)
 
 _FILES_KEPT = 256
 """File descriptors reserved for all but clients' connections."""
@@ -200,10 +204,12 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
 def _connection_limit(connections: int) -> int:
     """Return the number of connections possible under the limit of open files, which is raised if allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Each connection causes at most one to a model server.
-    files = 2 * connections + _FILES_KEPT
-    if soft != resource.RLIM_INFINITY and soft < files:
-        soft = files if hard == resource.RLIM_INFINITY else min(files, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, (soft - _FILES_KEPT) // 2))
+    needed = 2 * connections + _FILES_KEPT
+    files = raise_file_limit(needed)
+    if files >= needed:
+        return connections
+    possible = max(1, (int(files) - _FILES_KEPT) // 2)
+    text = "%d open files allow %d of %d connections (limits.connections): raise the limit (ulimit -n)"
+    _log.warning(text, files, possible, connections)
+    return possible

@@ -8,9 +8,8 @@ then events of sessions, each with ``session`` and its number ``n`` there: ``ope
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from turnwise.append_file import AppendFile, replace_file, write_private
+from turnwise.append_file import AppendFile, replace_file, write_private, writing
 from turnwise.errors import (
     BudgetExceeded,
     DiskError,
@@ -333,7 +332,7 @@ class SessionLog:
         lines_by_session = {name: self.saved.open[name].lines for name in rebuilt.lost}
         head = {"event": "start", "schema_version": SCHEMA_VERSION, "abandoned": rebuilt.abandoned}
         lines = [orjson.dumps(head) + b"\n", *(line for lines in lines_by_session.values() for line in lines)]
-        with self._writing():
+        with writing(self._path):
             if self._ledger is not None:
                 self._ledger.resume(rebuilt.lost, rebuilt.abandoned)
             if self.saved.damaged or (self.saved.open.keys() & rebuilt.abandoned.keys()):
@@ -404,17 +403,15 @@ class SessionLog:
     def _append(self, kind: str, session: str, fields: Mapping[str, Any]) -> None:
         self._write_pending()
         line = self._line(kind, session, fields)
-        with self._writing():
-            self._open_file.append(line)
+        self._open_file.append(line)
         self._numbers[session] += 1
 
     def _write_pending(self) -> None:
         """Write the turns that are not yet written."""
         while self._unwritten:
-            with self._writing():
-                line, images = self._unwritten[0]
-                self._images.write(images)
-                self._open_file.append(line)
+            line, images = self._unwritten[0]
+            self._images.write(images)
+            self._open_file.append(line)
             del self._unwritten[0]
 
     def _line(self, kind: str, session: str, fields: Mapping[str, Any]) -> bytes:
@@ -432,13 +429,3 @@ class SessionLog:
             number += 1
         write_private(aside, self._path.read_bytes())
         _log.error("not every session of %s could be rebuilt: it is kept as %s", self._path, aside.name)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DiskError(
-                f"{self._path} cannot be written: {error.strerror or error}. Make room on its file system: what was "
-                "recorded before is kept, and the gateway continues"
-            ) from error

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from turnwise.errors import BudgetExceeded, GatewayError, RenderError, TurnwiseError, shown
+from turnwise.errors import BudgetExceeded, DiskError, GatewayError, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import SETTINGS, GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.fields import Fields
@@ -432,7 +432,8 @@ class Sessions:
         conversations = Conversations()
         conversations.restore(session.segments() if saved.responses else (), saved.responses)
         # It ends when it would have ended; how long it was idle is counted anew, as no agent could reach it.
-        expires = time.monotonic() + saved.expires - time.time()
+        # Of a clock that was set back meanwhile no session lasts longer than one that begins now.
+        expires = time.monotonic() + min(saved.expires - time.time(), self.limits.session_seconds)
         entry = self._register(session, reader, saved.trajectory, expires, saved.keys)
         entry.conversations = conversations
         entry.rewards, entry.reward_ids = list(saved.rewards), dict(saved.reward_ids)
@@ -497,9 +498,8 @@ class Sessions:
             trajectory = entry.to_trajectory(stop_reason, error)
             if self._file is not None:
                 await asyncio.to_thread(self._file.write, trajectory)
-        except OSError as failure:
-            message = f"session {entry.id!r} cannot be written: {failure.strerror or failure}"
-            raise ApiError(507, message, code="disk_full", retry_after=10) from failure
+        except DiskError as failure:
+            raise ApiError(507, f"session {entry.id!r}: {failure}", code="disk_full", retry_after=10) from failure
         else:
             self._finished_ids.add(entry.id)
             self._forget(entry)

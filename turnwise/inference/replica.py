@@ -27,6 +27,8 @@ ENGINE_CLOSE_TIMEOUT = 20.0
 _POLL = 2.0
 _SILENT = 3
 """Health checks in a row that a running server may leave unanswered."""
+HEALTH_SECONDS = 40.0
+"""Of one that is neither answered nor refused: a process that is stopped (SIGSTOP) or hangs keeps its connections."""
 
 
 class ControlRoutes:
@@ -34,32 +36,6 @@ class ControlRoutes:
 
     def __init__(self) -> None:
         self._connections = Connections({"Content-Type": "application/json"})
-
-    async def health(self, url: str) -> bool:
-        """Return whether the server responds."""
-        try:
-            await self.request(url, "GET", "/health")
-        except InferenceError:
-            return False
-        return True
-
-    async def pause(self, url: str, *, abort: bool) -> None:
-        """Pause sampling; see :meth:`turnwise.model.core.Replica.pause`."""
-        await self.request(url, "POST", f"/pause?mode={'abort' if abort else 'keep'}")
-
-    async def resume(self, url: str) -> None:
-        """Resume sampling."""
-        await self.request(url, "POST", "/resume")
-
-    async def abort(self, url: str) -> int:
-        """Finish every request in flight with what it has; return their number."""
-        return int((await self.request(url, "POST", "/abort_requests", {}))["aborted"])
-
-    async def set_version(self, url: str, version: int, *, model: str | None = None) -> int:
-        """Set the version of the served weights, or of the adapter ``model``; return what the server reports."""
-        model_field = {} if model is None else {"model": model}
-        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version), **model_field})
-        return int(answer["new_version"])
 
     async def request(
         self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
@@ -87,44 +63,41 @@ class ControlRoutes:
 
 
 class RunningServer:
-    """Lifetime of a server that was started elsewhere: polled, it has died when it stops answering.
+    """Lifetime of a server that was started elsewhere: it has died when it stops answering.
 
     Attributes:
         died: Set when it stops answering; cleared by :meth:`start`.
+        running: Whether it answered when it was asked last.
         what: Its URL.
     """
 
     def __init__(self, url: str, health: Callable[[], Awaitable[bool]], *, launch_timeout: float) -> None:
         """Configure it; ``health`` asks the server, ``launch_timeout`` is how long :meth:`start` waits for it."""
         self.died = asyncio.Event()
+        self.running = False
         self.what = url
         self._health = health
         self._launch_timeout = launch_timeout
-        self._poll: asyncio.Task[None] | None = None
-        self._why = f"the server at {url} stopped answering"
-
-    @property
-    def running(self) -> bool:
-        """Whether it answered when it was asked last."""
-        return self._poll is not None and not self.died.is_set()
+        self._why = ""
 
     async def start(self) -> None:
         """Wait until the server answers. Raises InferenceError after ``launch_timeout`` seconds."""
         self.died.clear()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._launch_timeout
-        while not await self._health():
-            if loop.time() > until:
-                raise InferenceError(
-                    f"the server at {self.what} does not answer within {self._launch_timeout:g} s: start it, or name "
-                    "another in inference.url"
-                )
-            await asyncio.sleep(min(_POLL, self._launch_timeout / 10))
-        self._poll = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.timeout(self._launch_timeout):
+                while not await self._health():  # noqa: ASYNC110 - only the server shows it
+                    await asyncio.sleep(min(_POLL, self._launch_timeout / 10))
+        except TimeoutError:
+            raise InferenceError(
+                f"the server at {self.what} does not answer within {self._launch_timeout:g} s: start it, or name "
+                "another in inference.url"
+            ) from None
+        self.running = True
 
     def kill(self, why: str) -> None:
-        """Count the server as dead: its weights cannot be trusted any more."""
+        """Count the server as dead: it stays silent, or its weights cannot be trusted any more."""
         self._why = f"{why}: restart the server at {self.what}"
+        self.running = False
         self.died.set()
 
     async def wait_died(self) -> EngineDied:
@@ -133,18 +106,8 @@ class RunningServer:
         return EngineDied(self._why)
 
     async def end(self) -> None:
-        """Stop polling; the server itself keeps running. Idempotent."""
-        if self._poll is not None:
-            self._poll.cancel()
-            await asyncio.gather(self._poll, return_exceptions=True)
-            self._poll = None
-
-    async def _watch(self) -> None:
-        silent = 0
-        while silent < _SILENT:
-            await asyncio.sleep(_POLL)
-            silent = 0 if await self._health() else silent + 1
-        self.died.set()
+        """Count it as not running; the server itself keeps running. Idempotent."""
+        self.running = False
 
 
 class ServerReplica(Replica):
@@ -198,6 +161,7 @@ class ServerReplica(Replica):
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
         self._given_url = url
+        self._watching: asyncio.Task[None] | None = None
         self._process: ServerProcess | RunningServer
         if url is not None:
             self._process = RunningServer(url, self._answers, launch_timeout=self.launch_timeout)
@@ -253,11 +217,25 @@ class ServerReplica(Replica):
         self._loaded = {}
         if isinstance(self._process, ServerProcess):
             self._port = await self._start(self._process, paused=paused)
-            async with undo_on_error_async(self.close):
-                # Answered once the application takes connections; also the first words of an engine's own name for 0.
-                await self._control.set_version(self.url, self._weight_version)
         else:
             await self._process.start()
+        self._watching = asyncio.create_task(self._watch())
+        if isinstance(self._process, ServerProcess):
+            async with undo_on_error_async(self.close):
+                # Answered once the application takes connections; also the first words of an engine's own name for 0.
+                await self._set_version(self._weight_version, None)
+
+    async def _watch(self) -> None:
+        """Kill the server when it stays silent; one that was started elsewhere also when it cannot be reached."""
+        silent, reports_end = 0, isinstance(self._process, ServerProcess)
+        while silent < _SILENT:
+            await asyncio.sleep(_POLL)
+            try:
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    silent = 0 if await self._answers() or reports_end else silent + 1
+            except TimeoutError:
+                silent += 1
+        self._process.kill(f"it left {_SILENT} health checks in a row unanswered (is it stopped, or does it hang?)")
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         """Load a version in place and return the version now served.
@@ -283,7 +261,8 @@ class ServerReplica(Replica):
 
     async def _set_version(self, version: int, adapter: str | None) -> int:
         """Set the version of the model or of an adapter; return what the server reports from now on."""
-        return await self._control.set_version(self._running_url(), version, model=adapter)
+        body = {"new_version": str(version), **({} if adapter is None else {"model": adapter})}
+        return int((await self._ask("/update_weight_version", body))["new_version"])
 
     def _failed_update(self, version: int, error: InferenceError) -> InferenceError:
         """Kill a server, part of whose weights may be new: it must not serve them."""
@@ -324,19 +303,23 @@ class ServerReplica(Replica):
         return self._process.running and await self._answers()
 
     async def _answers(self) -> bool:
-        return await self._control.health(self.url)
+        try:
+            await self._control.request(self.url, "GET", "/health")
+        except InferenceError:
+            return False
+        return True
 
     async def pause(self, *, abort: bool = False) -> None:
         """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._running_url(), abort=abort)
+        await self._ask(f"/pause?mode={'abort' if abort else 'keep'}")
 
     async def resume(self) -> None:
         """Resume sampling."""
-        await self._control.resume(self._running_url())
+        await self._ask("/resume")
 
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._running_url())
+        return int((await self._ask("/abort_requests", {}))["aborted"])
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present; 0 for one started elsewhere."""
@@ -352,6 +335,10 @@ class ServerReplica(Replica):
 
     async def close(self) -> None:
         """Stop the server and wait for its process; idempotent."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
         await self._process.end()
         await self._control.close()
 
@@ -368,6 +355,9 @@ class ServerReplica(Replica):
         if self.pid is not None:
             counts["cpu_seconds"] = await self._running_cpu()
         return counts
+
+    async def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._control.request(self._running_url(), "POST", path, body)
 
     def _running_url(self) -> str:
         if not self._process.running:

@@ -327,7 +327,7 @@ class VLLMReplica(ServerReplica):
         url, control = self.url, self._control
         paused = bool((await control.request(url, "GET", "/is_paused"))["is_paused"])
         if not paused:
-            await control.pause(url, abort=False)
+            await self.pause()
         try:
             await control.request(url, "POST", "/start_weight_update", {})
             await control.request(url, "POST", "/update_weights", {"update_info": info})
@@ -339,7 +339,7 @@ class VLLMReplica(ServerReplica):
         except InferenceError as error:
             raise self._failed_update(manifest.version, error) from error
         if not paused:
-            await control.resume(url)
+            await self.resume()
 
     async def _load_adapter(self, manifest: WeightManifest, adapter: str) -> None:
         """Load a version of an adapter beside the earlier ones, which requests in flight keep using.

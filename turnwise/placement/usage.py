@@ -67,3 +67,11 @@ def group_cpu_seconds(leader: int) -> float:
             if int(fields[2]) == leader:
                 total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine is stopped by a signal or a debugger; False without ``/proc``."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from turnwise.append_file import AppendFile, writing
+from turnwise.append_file import AppendFile
 from turnwise.errors import DiskError, FormatError
 from turnwise.media_files import MediaFiles, MediaSpan, media_spans
 from turnwise.model.core import LLMClient, ModelInfo, closing
@@ -111,9 +111,8 @@ class LedgerWriter:
     def __init__(self, path: Path, media: MediaFiles | None = None) -> None:
         self.path = path
         self.media = media or MediaFiles.beside(path)
-        with writing(path):
-            self._file = AppendFile(path)
-            self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
+        self._file = AppendFile(path)
+        self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
         # Of the last call of each session the ids, as bytes (compared and joined at once), its first byte, its images.
         self._last: OrderedDict[str, tuple[bytes, int, tuple[MediaSpan, ...]]] = OrderedDict()
         self._remembered = 0
@@ -124,7 +123,7 @@ class LedgerWriter:
         if not self._closed:
             self._closed = True
             # On a full disk the mark is missing, as after a kill.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(DiskError):
                 self._file.append(orjson.dumps({"event": "end"}))
             self._file.close()
 
@@ -138,8 +137,7 @@ class LedgerWriter:
 
     def resume(self, lost: Mapping[str, Sequence[int]], abandoned: Mapping[str, str]) -> None:
         """Append what becomes of the sessions that earlier processes left open. Raises DiskError."""
-        with writing(self.path):
-            self._file.append(orjson.dumps({"event": "resume", "sessions": lost, "abandoned": abandoned}))
+        self._file.append(orjson.dumps({"event": "resume", "sessions": lost, "abandoned": abandoned}))
 
     def last_call(self, session: str) -> int:
         """Return the byte where the session's call logged last begins; KeyError if there is none."""
@@ -171,8 +169,7 @@ class LedgerWriter:
         if media_places[shared_images:]:
             record["media"] = [list(image) for image in media_places[shared_images:]]
             self.media.write(media)
-        with writing(self.path):
-            at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+        at = self._file.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
         self._last[session] = now, at, media_places
         self._remembered += len(now)
         while self._remembered > _REMEMBERED_BYTES and len(self._last) > 1:

@@ -24,6 +24,11 @@ class PendingRequest:
     renderer: Renderer
     key: str = ""
     began: float = field(default_factory=time.time)
+    _clock: float = field(default_factory=time.monotonic)
+
+    def times(self) -> tuple[float, float]:
+        """Return when it began and the present, in seconds since 1970; a clock that is set does not change the time."""
+        return round(self.began, 4), round(self.began + time.monotonic() - self._clock, 4)
 
     def placement(self) -> PromptPlacement:
         """Return the placement."""

@@ -7,7 +7,6 @@ messages; where that cannot be proven equal to the template, the request forks a
 from __future__ import annotations
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -563,7 +562,7 @@ class Session:
         self.last = self._returned[returned["turn_id"]] = snapshot(returned)
         self.sampled_turns.append(returned["turn_id"])
         self.turns_by_request[request.key].append(returned["turn_id"])
-        self.turn_times[returned["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
+        self.turn_times[returned["turn_id"]] = request.times()
         self._history.register_returned(snapshot(returned), canonical)
         self.failure = None
         return returned

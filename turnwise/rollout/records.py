@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 
 from turnwise.agents.roles import MAIN
-from turnwise.append_file import AppendFile, writing
+from turnwise.append_file import AppendFile
 from turnwise.errors import FormatError
 from turnwise.media_files import media_spans
 from turnwise.trajectory import TrainSample
@@ -109,7 +109,6 @@ class BatchWriter:
     def __init__(
         self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
     ) -> None:
-        self._path = path
         self.records = 0
         start = {
             "event": "start",
@@ -118,9 +117,8 @@ class BatchWriter:
             "after_step": after_step,
             "max_tokens": max_tokens,
         }
-        with writing(path):
-            self._file = AppendFile(path)
-            self._file.append(orjson.dumps(start))
+        self._file = AppendFile(path)
+        self._file.append(orjson.dumps(start))
 
     def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0, policy: str = MAIN) -> None:
         """Append the rows of a step that train a policy. Raises DiskError where the disk refuses."""
@@ -134,16 +132,14 @@ class BatchWriter:
             }
             for sample in samples
         ]
-        with writing(self._path):
-            policy_field = {} if policy == MAIN else {"policy": policy}
-            self._file.append(orjson.dumps({"step": step, "epoch": epoch, **policy_field, "rows": rows}))
+        policy_field = {} if policy == MAIN else {"policy": policy}
+        self._file.append(orjson.dumps({"step": step, "epoch": epoch, **policy_field, "rows": rows}))
         self.records += 1
 
     def undo(self, step: int, records: int) -> None:
         """Void the last records of a step: nothing was trained. Raises DiskError where the disk refuses."""
         if records:
-            with writing(self._path):
-                self._file.append(orjson.dumps({"event": "undo", "step": step, "records": records}))
+            self._file.append(orjson.dumps({"event": "undo", "step": step, "records": records}))
 
     def close(self) -> None:
         """Close the file. Idempotent."""

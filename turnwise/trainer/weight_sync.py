@@ -12,6 +12,7 @@ from typing import Final
 
 from torch import Tensor
 
+from turnwise.append_file import write_remedy
 from turnwise.engine.weights import weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
@@ -102,8 +103,8 @@ class SharedMemoryWriter(WeightWriter):
             )
         except OSError as error:
             raise TrainError(
-                f"weights of version {version} cannot be written to {self.directory}: {error}; it needs room for two "
-                "copies of the weights"
+                f"weights of version {version} cannot be written to {self.directory}, which holds two copies of them: "
+                f"{error}: {write_remedy(error)}"
             ) from error
         if not manifest.same_weights(self._last):
             self.written_bytes += manifest.nbytes

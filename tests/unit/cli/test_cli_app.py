@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -224,3 +225,13 @@ def test_code_that_ends_the_process_is_named_where_it_does() -> None:
     assert done.stderr.count("turnwise: os._exit(") == 1
     assert "os._exit(3) is called here and ends the process at once" in done.stderr
     assert "in leave" in done.stderr
+
+
+def test_a_command_may_open_as_many_files_as_its_user() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        assert run("version") == 0
+        assert soft <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= max(soft, 65_536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

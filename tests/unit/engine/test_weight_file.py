@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from turnwise.engine.lora import merged
-from turnwise.engine.vllm_side.turnwise_weight_file import find_problems, full_weights
+from turnwise.engine.vllm_side.turnwise_weight_file import find_problems, full_weights, map_weights
 from turnwise.engine.weights import write_weights
 from turnwise.inference.wire import manifest_info
 from turnwise.model.core import AdapterInfo, WeightManifest
@@ -119,3 +120,18 @@ def test_an_adapter_that_does_not_fit_is_named(checkpoint: Path, tmp_path: Path)
     assert problems(replace(manifest, adapter=replace(INFO, targets=("a",))), checkpoint) == [
         "unknown name 'b.lora_A.weight'", "unknown name 'b.lora_B.weight'",
     ]  # fmt: skip
+
+
+def test_a_weight_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_missing(
+    served: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The library says of it that there is no such file."""
+    manifest = write_weights(served.items(), tmp_path / "w", 3)
+    baseline = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, baseline[1]))
+        _, listed = map_weights(manifest_info(manifest))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, baseline)
+    assert len(listed) == 1
+    assert "Too many open files" in listed[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from support.processes.warm import run_command
 from support.rollout.record_files import record_bytes, spoil
 from support.rollout.resumed_evaluation import evaluate_in, figures
-from turnwise.errors import FormatError
+from turnwise.errors import DiskError, FormatError
 from turnwise.evaluation import EvalPlan, EvalResult
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig, SpecConfig
@@ -141,3 +142,19 @@ def test_malformed_line_is_a_format_error_with_its_number(tmp_path: Path) -> Non
     (tmp_path / FINISHED).write_text('{"event": "start"}\n{"key": "a"}\n')
     with pytest.raises(FormatError, match=r"finished\.jsonl:2: not a finished member: .*Remove the line"):
         FinishedMembers(tmp_path)
+
+
+@pytest.mark.parametrize("name", [TRAJECTORIES, FINISHED])
+def test_a_full_disk_is_one_error_of_an_evaluation(name: str, tmp_path: Path) -> None:
+    finished = FinishedMembers(tmp_path)
+    trajectory = Trajectory("t", "e", "g", "task")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if name == FINISHED:
+        finished.write(trajectory)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / name).stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(DiskError, match=rf"{name} cannot be written: File too large: make room .* it resumes"):
+            finished.write(trajectory) if name == TRAJECTORIES else finished.member("k", "g", 0, [trajectory])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        finished.close()

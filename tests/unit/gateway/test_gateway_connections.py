@@ -238,13 +238,20 @@ async def test_an_open_request_keeps_its_connection_and_others_are_told_to_wait(
         assert await ask(served, opened) == 200
 
 
-def test_no_more_connections_than_the_process_may_open_files() -> None:
+def test_no_more_connections_than_the_process_may_open_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     baseline = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, baseline[1]))
         guarded(1000, 2**16, 15.0)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2256, baseline[1])
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        assert guarded(1000, 2**16, 15.0).maximum == 22  # type: ignore[attr-defined]
+        assert "300 open files allow 22 of 1000 connections" in caplog.text
     finally:
+        monkeypatch.undo()
         resource.setrlimit(resource.RLIMIT_NOFILE, baseline)
 
 

@@ -76,7 +76,7 @@ async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: 
     assert number is not None
     dying, other = fleet.replicas[number], fleet.replicas[1 - number]
     # The same weights under another number tell which server sampled what.
-    await control.set_version(other.url, 3)
+    await control.request(other.url, "POST", "/update_weight_version", {"new_version": "3"})
     await control.close()
     sampled = (await dying.stats())["generated_tokens"]
     call = asyncio.create_task(client.generate(prompt, params, session_id="s"))

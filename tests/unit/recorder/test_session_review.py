@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support.chat.toy_renderer import CALL, CALL_END, END, ToyRenderer
 from turnwise.append_file import append_whole
 from turnwise.errors import FormatError, InferenceError, SessionError
-from turnwise.inference.scripted import ScriptedClient, replay
+from turnwise.inference.scripted import ScriptedClient, ScriptedRequest, replay
 from turnwise.model.canonical import canonical_arguments, canonical_messages
 from turnwise.recorder.ledger import LedgerClient, read_ledger
 from turnwise.recorder.session import Session, SessionLimits
@@ -597,3 +598,18 @@ async def test_answer_takes_the_current_name_of_its_call() -> None:
         caller: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", name, {})]}
         await session.chat([user("q"), caller, answer], [TOOL])
     assert "=new:r" in client.requests[1].text
+
+
+async def test_a_clock_that_is_set_changes_no_duration_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, now = ToyRenderer(), time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+
+    async def say(request: ScriptedRequest) -> str:
+        monkeypatch.setattr("time.time", lambda: now - 7 * 3600)
+        return "a"
+
+    session, _ = session_of(renderer, ScriptedClient(renderer, say))
+    await session.chat([user("q")])
+    [(began, ended)] = session.turn_times.values()
+    assert began == pytest.approx(now, abs=1e-3)
+    assert began <= ended < began + 3600

@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_error_and_leaves_complete_lines(tmp_path: Path, name
     # Room for the beginning of the next line, and no more.
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(content_before) + 10, limits[1]))
     try:
-        with pytest.raises(TrainError, match=rf"{name} cannot be written: File too large\. Make room .* give the same"):
+        with pytest.raises(TrainError, match=rf"{name} cannot be written: File too large: make room .* give the same"):
             journal.take(1, ["a"]) if name == "journal.jsonl" else journal.write(member("a", 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.event_loop import pass_time
 from support.property_tests import examples
 from turnwise.errors import ConfigError, EnvError, PlacementError, RunnerDisconnected
 from turnwise.rollout.core import EpisodeSpec
@@ -37,7 +38,7 @@ class Worker:
         self.specs: dict[str, EpisodeSpec] = {}
         self.most = 0
         self.moved: list[tuple[str, str]] = []
-        self.closed = self.ended = False
+        self.closed = self.ended = self.stopped = False
         self.slow_end = 0
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -52,6 +53,8 @@ class Worker:
                 return await future
             finally:
                 del self.running[spec.episode_id]
+        if method == "ping" and self.stopped:
+            await asyncio.Event().wait()
         if method == "cancel":
             (name,) = arguments
             if name in self.running and not self.running[name].done():
@@ -252,6 +255,24 @@ async def test_errors_lost_threads_and_moves_travel() -> None:
         assert pool.lost_threads == 2
         await pool.move("http://a:1", "http://a:2")
         assert cluster.workers[0].moved == [("http://a:1", "http://a:2")]
+
+    await with_pool(PoolSize(1, 1), act)
+
+
+async def test_a_worker_that_leaves_pings_unanswered_is_lost() -> None:
+    async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
+        run = asyncio.create_task(pool.run(spec(0)))
+        await turns()
+        for cluster.workers[0].stopped in (False, True):
+            for _ in range(6):
+                assert not run.done()
+                pass_time(30.0)
+                await turns()
+        outcome = await run
+        assert isinstance(outcome.error, RunnerDisconnected)
+        assert "left 3 pings in a row unanswered" in str(outcome.error)
+        assert cluster.workers[0].closed
+        assert pool.losses == 1
 
     await with_pool(PoolSize(1, 1), act)
 

@@ -282,6 +282,20 @@ async def test_request_ends_although_its_process_is_stopped(
                 await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
 
 
+async def test_a_stopped_launcher_is_killed_and_the_next_sandbox_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with backend() as local:
+        await local.probe()
+        os.kill(local.launcher._process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            for name in ("_START_SECONDS", "KILL_SECONDS"):
+                patch.setattr(f"turnwise.sandboxes.local.sandbox.{name}", 0.1)
+            with pytest.raises(SandboxStartError, match="the process that starts sandboxes answers nothing"):
+                await local.make(SandboxSpec()).start()
+        await until(lambda: local.launcher.dead, "the launcher is gone")
+        async with open_sandbox(local) as sandbox:
+            assert (await sandbox.exec("true")).ok
+
+
 async def test_host_is_not_blocked_by_a_busy_launcher() -> None:
     async with backend() as local:
         await local.probe()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from support.processes.warm import run_command
 from turnwise.errors import CheckpointError
@@ -130,6 +132,23 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000003"]
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), "mount its file system writable"),
+        (OSError(errno.EMFILE, "Too many open files"), "raise the limit of open files"),
+        (SafetensorError("I/O error: Too many open files (os error 24)"), "raise the limit of open files"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "make room"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_names_what_helps(error: Exception, remedy: str, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise error
+
+    with pytest.raises(CheckpointError, match=f"earlier ones are intact: {remedy}"):
+        CheckpointStore(tmp_path).save(TrainerState(1), fail)
+
+
 def test_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.save(TrainerState(1), write_weights("one"))
@@ -138,7 +157,7 @@ def test_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         write_weights("two")(directory)
         raise OSError("disk full")
 
-    with pytest.raises(CheckpointError, match="disk full; earlier ones are intact: free disk space"):
+    with pytest.raises(CheckpointError, match="disk full; earlier ones are intact: make room on its file system"):
         store.save(TrainerState(2), fail)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
     assert store.newest()[0] == tmp_path / "step_000001"

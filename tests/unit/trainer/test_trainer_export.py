@@ -161,4 +161,4 @@ def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(tmp_path: Pat
     done = run_command(program, capture_output=True, text=True, env={**os.environ, **environment()}, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step_000002 cannot be written: ") == 2
-    assert done.stdout.count("earlier ones are intact: free disk space") == 2
+    assert done.stdout.count("earlier ones are intact: make room on its file system") == 2

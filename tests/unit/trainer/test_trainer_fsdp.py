@@ -419,6 +419,18 @@ def test_death_of_a_rank_ends_all_ranks(model: Path) -> None:
             learner.optim_step()
 
 
+@pytest.mark.long
+def test_a_rank_that_stays_stopped_ends_all_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in a collective; nothing fails by itself for half an hour."""
+    monkeypatch.setattr("turnwise.trainer.learn.rank_processes._LOOK_SECONDS", 0.5)
+    with pair_of_ranks() as ranks:
+        learner = FSDPLearner(ranks, policy(model), 9)
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankDied, match=r"rank 1 of 2 .* has been stopped \(SIGSTOP\) for over 1 s in forward_"):
+            learner.forward_backward(batches(), CrossEntropyObjective(), 1.0)
+        assert all(process.poll() is not None for process in ranks._processes)
+
+
 @pytest.mark.parametrize("world", ["two", FOUR])
 def test_ranks_load_a_model_in_turn_when_memory_is_short(
     model: Path, world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

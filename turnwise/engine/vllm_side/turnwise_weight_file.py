@@ -86,6 +86,8 @@ def map_weights(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], l
     if not path.is_file():
         return {}, [f"there is no file {path}; the server must see the trainer's file system"]
     try:
+        # By its errno: the library calls a file missing that cannot be opened for want of descriptors.
+        path.open("rb").close()
         with safe_open(path, framework="pt", device="cpu") as file:
             names = set(file.keys())
             if names != set(entries):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -105,7 +106,9 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
         failed_path = out if error.filename in (None, str(draft)) else error.filename
         raise ConfigError(f"{failed_path} cannot be read or written: {error.strerror or error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        # Where the disk refuses the draft, also its removal.
+        with contextlib.suppress(OSError):
+            draft.unlink()
     return ReportFile(
         path=out,
         size=size,

@@ -38,7 +38,12 @@ class FinishedMembers:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the files of an evaluation, as their only writer. Raises FormatError where a line is malformed."""
+        """Open the files of an evaluation, as their only writer.
+
+        Raises:
+            DiskError: The disk refuses.
+            FormatError: A line is malformed.
+        """
         self._payloads = TrajectoryWriter(directory / TRAJECTORIES)
         self._file = AppendFile(directory / FINISHED, cut=True)
         # Of earlier processes: the groups, and their members on disk.
@@ -59,7 +64,7 @@ class FinishedMembers:
         self._file.append(orjson.dumps({"event": "start"}))
 
     def write(self, trajectory: Trajectory) -> None:
-        """Write a trajectory, failed and cancelled ones included. Raises OSError where the disk refuses."""
+        """Write a trajectory, failed and cancelled ones included. Raises DiskError where the disk refuses."""
         self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
         for record, trajectory_ids in self._waiting.pop(trajectory.id, ()):
             self._record_when_written(record, trajectory_ids)
@@ -96,14 +101,8 @@ class FinishedMembers:
         if missing is not None:
             self._waiting[missing].append((record, trajectory_ids))
             return
-        self._file.append(
-            orjson.dumps(
-                {
-                    **record,
-                    "trajectories": [self._written.pop(trajectory_id).record() for trajectory_id in trajectory_ids],
-                }
-            )
-        )
+        stored = [self._written.pop(trajectory_id).record() for trajectory_id in trajectory_ids]
+        self._file.append(orjson.dumps({**record, "trajectories": stored}))
 
     def _restore(self, record: dict[str, Any]) -> None:
         if record.get("event") == "start":

@@ -185,7 +185,7 @@ class Journal:
 
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included; it counts once a member or a group refers to it."""
-        with self._writing(self._payloads.path):
+        with self._writing():
             location = self._payloads.write(trajectory)
         if trajectory.partition == "train":
             self._written[trajectory.id] = Stored(trajectory.id, location)
@@ -262,7 +262,7 @@ class Journal:
         """Read a complete group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.complete is None:
-            raise TrainError(f"{self._file_path} has no complete group of {key!r}")
+            raise TrainError(f"{self._directory / JOURNAL} has no complete group of {key!r}")
         complete = entry.complete
         return TrajectoryGroup(
             entry.group_id,
@@ -284,7 +284,7 @@ class Journal:
             for file in files:
                 file.sync()
 
-        with self._writing(self._file_path):
+        with self._writing():
             await run_blocking(flush)
             # Not where a group became complete meanwhile: its line may not be on disk yet.
             if self._pending is not None and not waited and not self._waits():
@@ -309,32 +309,27 @@ class Journal:
                 file.close()
 
     @contextlib.contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         try:
-            with writing(path):
-                yield
+            yield
         except DiskError:
             self._refused = True
             raise
 
-    @property
-    def _file_path(self) -> Path:
-        return self._directory / JOURNAL
-
     def _note(self, event: str, **values: Any) -> None:
         record = {"event": event, **values}
-        with self._writing(self._file_path):
+        with self._writing():
             self._file.append(seal(record))
         self._state.apply(record)
 
     def _stored(self, trajectory: Trajectory) -> Stored:
         if trajectory.id not in self._written:
-            with self._writing(self._payloads.path):
+            with self._writing():
                 self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
         return self._written[trajectory.id]
 
     def _store_aside(self, trajectory: Trajectory) -> Stored:
-        with self._writing(self._directory / PENDING):
+        with self._writing():
             if self._pending is None:
                 self._pending = TrajectoryWriter(self._directory / PENDING, index=False)
             return Stored(trajectory.id, self._pending.write(trajectory), pending=True)

@@ -67,6 +67,10 @@ class PoolSize:
     failures: int = 5
 
 
+_PING_SECONDS = 20.0
+_SILENT_PINGS = 3
+
+
 @dataclass(slots=True, eq=False)
 class _PooledWorker:
     """A worker in the pool; ``idle_since`` is on the loop's clock."""
@@ -148,11 +152,12 @@ class WorkerPool:
         worker = await self._acquire()
         call = asyncio.create_task(worker.handle.call("run", spec))
         try:
-            return self._outcome(worker, await asyncio.shield(call))
+            return self._outcome(worker, await _answer_of(worker.handle, call))
         except asyncio.CancelledError:
             await self._abandon(worker, spec, call)
             raise
         except PlacementError as error:
+            call.cancel()
             if worker in self._workers:
                 self._workers.remove(worker)
                 self.losses += 1
@@ -286,3 +291,18 @@ class WorkerPool:
                     self._workers.remove(worker)
                     await worker.handle.close()
             self._assign_workers()
+
+
+async def _answer_of(handle: WorkerHandle, call: asyncio.Task[WorkerAnswer]) -> WorkerAnswer:
+    """Await an episode's answer. Raises PlacementError if its worker is lost, or stays silent (stopped by a signal)."""
+    silent = 0
+    while not (await asyncio.wait([call], timeout=_PING_SECONDS))[0]:
+        try:
+            async with asyncio.timeout(_PING_SECONDS):
+                await handle.call("ping")
+            silent = 0
+        except TimeoutError:
+            silent += 1
+            if silent == _SILENT_PINGS:
+                raise PlacementError(f"it left {silent} pings in a row unanswered: it is stopped, or hangs") from None
+    return call.result()

@@ -172,6 +172,9 @@ class RolloutWorker:
         written = self._written.pop(spec.episode_id, [])
         return WorkerAnswer(written, error, cancelled, self._threads.lost)
 
+    async def ping(self) -> None:
+        """Answer, which shows that the process runs."""
+
     def cancel(self, episode_id: str) -> None:
         """Cancel an episode, which then returns its trajectories; one that has ended is ignored."""
         if episode_id in self._running:

@@ -52,14 +52,14 @@ class Owner:
 def is_leftover(
     labels: Mapping[str, str], now: float, here: Owner, started: Callable[[int], str | None] = start_time
 ) -> bool:
-    """Return whether the owner of a labelled resource is dead, or its lifetime over at ``now``.
+    """Return whether the owner of a labelled resource is dead.
 
-    An owner on another machine or in another pid namespace than ``here`` counts as alive until then.
+    An owner on another machine or in another pid namespace than ``here`` counts as alive until ``now`` is beyond the
+    resource's lifetime. One that is visible ends that itself, by a clock that does not jump.
     """
     if OWNER not in labels or labels[OWNER] == here.token:
         return False
     expires, pid = labels.get(_EXPIRES, ""), labels.get(_PID, "")
-    if expires.isdigit() and now > int(expires):
-        return True
-    visible = labels.get(_BOOT) == here.boot and labels.get(_NAMESPACE) == here.namespace
-    return visible and pid.isdigit() and started(int(pid)) != labels.get(_STARTED)
+    if labels.get(_BOOT) == here.boot and labels.get(_NAMESPACE) == here.namespace and pid.isdigit():
+        return started(int(pid)) != labels.get(_STARTED)
+    return expires.isdigit() and now > int(expires)

@@ -31,17 +31,9 @@ class Launcher(PacketSocket):
         self._calls: dict[str, asyncio.Future[dict[str, Any]]] = {}
         end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, undo_on_error(end.close):
+            arguments = (str(Path(__file__).parent), str(theirs.fileno()), str(lock))
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    _PROGRAM,
-                    str(Path(__file__).parent),
-                    str(theirs.fileno()),
-                    str(lock),
-                ],
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments],
                 pass_fds=[theirs.fileno(), lock],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -72,6 +64,10 @@ class Launcher(PacketSocket):
         self._calls[name] = answer
         self._request({**request, "call": name})
         return await answer
+
+    def kill(self) -> None:
+        """Kill the launcher and with it all sandboxes, as it answers nothing; see :meth:`end`."""
+        self._process.kill()
 
     async def end(self) -> None:
         """Kill all sandboxes and the launcher."""

@@ -369,7 +369,7 @@ class LocalSandbox(Sandbox):
 
     async def _launch(self, plan: dict[str, Any]) -> None:
         backend = self._backend
-        paths = backend.paths(self.id)
+        paths, launcher = backend.paths(self.id), backend.launcher
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         errors, error_pipe = os.pipe2(os.O_CLOEXEC)
         try:
@@ -377,7 +377,7 @@ class LocalSandbox(Sandbox):
                 paths.home.mkdir(parents=True)
                 paths.home.chmod(0o711)
                 self._channel = Channel(ours, self._death_reason)
-                self._end_future = backend.launcher.start(plan, [theirs.fileno(), error_pipe])
+                self._end_future = launcher.start(plan, [theirs.fileno(), error_pipe])
                 self._end_future.add_done_callback(self._ended)
             os.close(error_pipe)
             error_pipe = -1
@@ -386,12 +386,16 @@ class LocalSandbox(Sandbox):
                 self._channel.send(greeting)
             # The end of its process closes the channel, which completes this wait, too.
             await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
-            late = not self._channel.ready.done()
+            late, late_reason = not self._channel.ready.done(), b"its first process has not answered"
             if late or self._channel.ready.exception() is not None:
-                backend.launcher.stop(self.id)
+                launcher.stop(self.id)
                 await asyncio.wait([self._end_future], timeout=KILL_SECONDS)
+                if late and not self._end_future.done():
+                    # It neither starts nor ends a sandbox: it is stopped, or hangs. The next start begins another one.
+                    launcher.kill()
+                    late_reason = b"the process that starts sandboxes answers nothing, and was killed"
                 os.set_blocking(errors, False)
-                message = b"its first process has not answered" if late else b"its first process ended"
+                message = late_reason if late else b"its first process ended"
                 with contextlib.suppress(BlockingIOError):
                     message = os.read(errors, 65_536) or message
                 reason = message.decode(errors="replace").strip()

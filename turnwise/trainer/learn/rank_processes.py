@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import math
 import os
 import pickle
 import select
@@ -19,6 +20,7 @@ import threading
 import time
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +37,7 @@ from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts
 from turnwise.placement.local import current_placement
+from turnwise.placement.usage import is_stopped
 from turnwise.plugins import load_object, module_label, reference_to
 
 PROGRAM = "turnwise.trainer.learn.fsdp_rank"
@@ -44,6 +47,9 @@ _START_SECONDS = 300.0
 _CLOSE_SECONDS = 5.0
 # How long the rank that began a failure may take to end, once another one has noticed.
 _BLAME_SECONDS = 1.0
+# Looks at ranks of this machine, whose group waits for one that is stopped (SIGSTOP): one may stand still for so many.
+_LOOK_SECONDS = 40.0
+_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +207,7 @@ class RankProcesses:
                 self._send(rank, message, calls[rank])
             while len(answers) < len(sent):
                 open_links = {id(link): rank for rank, link in enumerate(self._links) if rank not in answers}
-                ready = wait([self._links[rank] for rank in open_links.values()], timeout)
-                if not ready:
-                    late = min(open_links.values())
-                    raise self._death(late, calls[late], f"did not answer within {timeout:g} s")
-                for link in ready:
+                for link in self._await_answers(list(open_links.values()), calls, timeout):
                     rank = open_links[id(link)]
                     answers[rank] = self._receive(rank, calls[rank])
         except BaseException:  # also an interrupt: the next call would read the answer of this one
@@ -215,6 +217,20 @@ class RankProcesses:
             if kind == "error":
                 raise value
         return [answers[rank][1] for rank in range(len(sent))]
+
+    def _await_answers(self, ranks: Sequence[int], calls: Sequence[Call], timeout: float | None) -> list[Any]:
+        """Return the links on which one of these ranks answered. Raises RankDied if none does in time, or one stops."""
+        links, looks = [self._links[rank] for rank in ranks], Counter[int]()
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not (ready := wait(links, min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))):
+            if time.monotonic() >= until:
+                raise self._death(ranks[0], calls[ranks[0]], f"did not answer within {timeout:g} s")
+            for rank in ranks:
+                looks[rank] = looks[rank] + 1 if self._meeting is None and is_stopped(self.pids[rank]) else 0
+                if looks[rank] == _LOOKS:
+                    how = f"has been stopped (SIGSTOP) for over {(_LOOKS - 1) * _LOOK_SECONDS:g} s"
+                    raise self._death(rank, calls[rank], how)
+        return ready
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -35,13 +35,11 @@ class JSONLLogger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with writing(path):
-            self._file = AppendFile(path)
+        self._file = AppendFile(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record. Non-finite values become null. Raises DiskError where the disk refuses."""
-        with writing(self.path):
-            self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
+        self._file.append(orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY))
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import orjson
 
-from turnwise.append_file import AppendFile, writing
+from turnwise.append_file import AppendFile
 from turnwise.errors import DiskError, FormatError
 
 GROUP: Final = "group"
@@ -40,16 +40,13 @@ class Timeline:
     """Records spans, and measures the overlap of updates and rollouts. For the event loop's thread only."""
 
     def __init__(self, path: Path, *, part: int, mode: str) -> None:
-        self._path = path
-        with writing(path):
-            self._file = AppendFile(path)
+        self._file = AppendFile(path)
         self._started = time.monotonic()
         self._open: dict[int, tuple[str, str, float]] = {}
         self._next = 0
         self._both = 0.0
         self._both_since: float | None = None
-        with writing(path):
-            self._file.append(orjson.dumps({"event": "start", "part": part, "mode": mode, "at": round(time.time(), 3)}))
+        self._file.append(orjson.dumps({"event": "start", "part": part, "mode": mode, "at": round(time.time(), 3)}))
 
     @contextlib.contextmanager
     def span(self, what: str, name: object) -> Iterator[None]:
@@ -84,8 +81,7 @@ class Timeline:
         if number not in self._open:
             return
         what, name, begin = self._open.pop(number)
-        with writing(self._path):
-            self._file.append(orjson.dumps([what, name, round(begin, 4), None if end is None else round(end, 4)]))
+        self._file.append(orjson.dumps([what, name, round(begin, 4), None if end is None else round(end, 4)]))
 
     def _count(self) -> None:
         running = {what for what, _, _ in self._open.values()}

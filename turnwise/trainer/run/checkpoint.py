@@ -20,7 +20,7 @@ import orjson
 import torch
 from safetensors import SafetensorError
 
-from turnwise.append_file import private_directory, replace_file
+from turnwise.append_file import private_directory, replace_file, write_remedy, writing
 from turnwise.engine.accelerator import random_states, restore_random_states
 from turnwise.errors import CheckpointError
 from turnwise.rollout.journal.state import seal, unseal
@@ -215,8 +215,8 @@ class CheckpointStore:
             # torch and safetensors report a full disk by their own exceptions.
             shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {final} cannot be written: {error}; earlier ones are intact: free disk space (or set "
-                "checkpoint.keep) and resume with the same command"
+                f"checkpoint {final} cannot be written: {error}; earlier ones are intact: {write_remedy(error)} "
+                "(checkpoint.keep bounds their number) and resume with the same command"
             ) from error
         except BaseException:  # also Ctrl-C: the draft is removed
             shutil.rmtree(draft, ignore_errors=True)
@@ -227,15 +227,13 @@ class CheckpointStore:
         """Record metrics of a checkpoint after it was saved; ignored without such a checkpoint.
 
         Raises:
-            CheckpointError: The disk refuses.
+            DiskError: The disk refuses.
         """
         if self._ratings is None or step not in self.steps():
             return
-        try:
+        with writing(self.directory):
             self._ratings.note(step, figures)
             self._prune()
-        except OSError as error:
-            raise CheckpointError(f"the figures of {self.path(step)} cannot be written: {error}") from error
 
     def improves(self, figures: Mapping[str, float]) -> bool:
         """Whether a checkpoint with these figures would be the best."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from turnwise.append_file import drafted_directory, private_directory
+from turnwise.append_file import drafted_directory, private_directory, writing
 from turnwise.chat.renderer import save_format
 from turnwise.errors import CheckpointError
 from turnwise.gateway.config import FrozenConfig, LeagueConfig
@@ -173,7 +173,7 @@ class League:
         """Add the policy's weights of a step where one is due; return whether they were added.
 
         Raises:
-            CheckpointError: The disk refuses.
+            DiskError: The disk refuses.
             InferenceError: A server does not load them.
         """
         if step % self._config.every or step in self.versions:
@@ -211,14 +211,12 @@ class League:
     def _write_version(self, version: int) -> None:
         """Write the policy's weights to the folder of a version, adapters merged. Atomic."""
         folder = version_folder(self._run, self.name, version)
-        try:
+        with writing(folder):
             private_directory(folder.parent)
             # A killed process may have written the same step.
             with drafted_directory(folder) as draft:
                 self._policy.learner.save_model(draft)
                 save_format(self._policy.renderer, draft)
-        except OSError as error:
-            raise CheckpointError(f"league version {folder} cannot be written: {error}; free disk space") from error
 
     async def _serve_version(self, slot: int, version: int) -> None:
         folder = version_folder(self._run, self.name, version)
