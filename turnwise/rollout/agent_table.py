@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import find_agent, is_registered, make_agent, unknown_agent
@@ -11,7 +12,11 @@ from turnwise.agents.roles import MAIN
 from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.rollout.config import AgentEntry, AgentFile, RolloutConfig
+from turnwise.rollout.core import CLOSE_TIMEOUT_S
 from turnwise.tasks.core import Task
+from turnwise.tools.cancellation import cancel
+
+_log = logging.getLogger(__name__)
 
 
 class AgentTable:
@@ -55,8 +60,14 @@ class AgentTable:
                 raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error
 
     async def close(self) -> None:
-        """Close the agents."""
-        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+        """Close the agents; one whose ``close`` swallows its cancellation is abandoned after its time-out."""
+        closing = {asyncio.ensure_future(agent.close()): name for name, agent in self._agents.items()}
+        done, pending = await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S) if closing else (set(), set())
+        for task in pending:
+            _log.warning("agent %s did not close within %g s: it is abandoned", closing[task], CLOSE_TIMEOUT_S)
+            await cancel(task)
+        for task in done:
+            task.result()
 
     def _agent(self, name: str, arguments: dict[str, object]) -> Agent:
         key = f"{name} {json.dumps(arguments, sort_keys=True, default=repr)}" if arguments else name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -182,9 +181,10 @@ class EpisodeRunner:
     async def _close_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
-            with contextlib.suppress(TurnwiseError, TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await close_env(spare, executor=self._executor)
+            closing = asyncio.ensure_future(close_env(spare, executor=self._executor))
+            await wait_bounded(closing, CLOSE_TIMEOUT_S)
+            if closing.done() and not closing.cancelled():
+                closing.exception()  # retrieved: it was never played in
 
     async def run(self, spec: EpisodeSpec, agent: Agent | None = None) -> EpisodeOutcome:
         """Run one episode.
@@ -460,31 +460,27 @@ class EpisodeRunner:
         """Close the environment within its timeout, also under cancellation; return whether cancelled meanwhile."""
         if run.env is None:
             return False
-        closing = asyncio.ensure_future(self._close_all([run.env, *run.forked_envs]))
+        closing = [
+            asyncio.ensure_future(close_env(env, executor=self._executor)) for env in (run.env, *run.forked_envs)
+        ]
         interrupted = False
         # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
             until = time.monotonic() + CLOSE_TIMEOUT_S
-            while not closing.done() and (remaining := until - time.monotonic()) > 0:
+            while (pending := [task for task in closing if not task.done()]) and until > time.monotonic():
                 try:
-                    await asyncio.wait([closing], timeout=remaining)
+                    await asyncio.wait(pending, timeout=until - time.monotonic())
                 except asyncio.CancelledError:
                     interrupted = True
                     run.stop_reason = StopReason.CANCELLED
-            if not closing.done():
-                closing.cancel()
-        if not closing.done():
-            abandon(closing)
-        if not closing.done() or closing.cancelled() or closing.exception() is not None:
-            run.metrics["close_errors"] = 1.0
+            for task in pending:
+                task.cancel()
+        for task in closing:
+            if not task.done():
+                abandon(task)
+            if not task.done() or task.cancelled() or task.exception() is not None:
+                run.metrics["close_errors"] = 1.0
         return interrupted
-
-    async def _close_all(self, envs: Sequence[Env]) -> None:
-        """Close environments; the first error is raised when all are closed."""
-        calls = [close_env(env, executor=self._executor) for env in envs]
-        errors = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
-        if errors:
-            raise errors[0]
 
     def _trajectories(self, run: _Run) -> list[Trajectory]:
         spec, episode = run.spec, run.episode

@@ -6,6 +6,7 @@ Named ``support.envs.run_envs:Class`` in configurations, in this process and in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -157,3 +158,44 @@ class Exchange(MultiAgentEnv):
 
     def payoff(self):
         return {side: stable_hash(*lines) % 1000 / 1000 for side, lines in self.said.items()}
+
+
+class Panic(BaseException):
+    """What is no exception, as native code raises it."""
+
+
+class Panicking(Graded):
+    """Raises what is no exception."""
+
+    async def step(self, action):
+        raise Panic("the native part panicked")
+
+
+class Stubborn(Graded):
+    """Swallows the cancellation of ``where``: of its ``step`` or its ``close``."""
+
+    def __init__(self, where: str = "step") -> None:
+        self.where = where
+
+    async def step(self, action):
+        if self.where == "step":
+            await _never_end()
+        return await super().step(action)
+
+    async def close(self):
+        if self.where == "close":
+            await _never_end()
+        await super().close()
+
+
+async def _never_end() -> None:
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.Event().wait()
+
+
+class Exiting(Graded):
+    """Ends the process of the run."""
+
+    async def step(self, action):
+        os._exit(3)

@@ -15,6 +15,7 @@ from turnwise.envs.core import Env, StepResult
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetExceeded, EnvError, InferenceError, TurnwiseError
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
@@ -690,3 +691,29 @@ def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypa
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(interrupt())
     gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_event_loop_ends_beside_environments_and_agents_that_never_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.05)
+    for module in ("runner", "agent_table"):
+        monkeypatch.setattr(f"turnwise.rollout.{module}.CLOSE_TIMEOUT_S", 0.05)
+
+    async def close(self):
+        await swallow_cancellations(asyncio.Event())
+
+    monkeypatch.setattr(World, "close", close)
+    monkeypatch.setattr(ReActAgent, "close", close)
+
+    async def play_and_close() -> None:
+        outcome = await run(["42"])
+        assert outcome.trajectories[0].metrics["close_errors"] == 1.0
+        agents = AgentTable(RolloutConfig.model_validate({"env": {"name": "lookup"}}))
+        agents.default()
+        await agents.close()
+
+    asyncio.run(play_and_close())
+    gc.collect()
+    assert "agent react did not close within 0.05 s: it is abandoned" in caplog.text

@@ -30,6 +30,7 @@ from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix, open_order
+from turnwise.tools.cancellation import cancel
 from turnwise.tools.core import Tool, check_media
 from turnwise.tools.selection import Toolbox
 from turnwise.trainer.algorithms.credit import load_credit
@@ -340,13 +341,12 @@ class _Checker:
         name = task.env or self._config.rollout.env.name
         if name == self._config.rollout.env.name and self._loaded:
             env.add_tools(self._loaded)
-        try:
-            async with asyncio.timeout(RESET_TIMEOUT):
-                messages, info = await reset_env(env, task, seed=0)
-        except TimeoutError as error:
-            raise EnvError(
-                f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})"
-            ) from error
+        resetting = asyncio.ensure_future(reset_env(env, task, seed=0))
+        await asyncio.wait({resetting}, timeout=RESET_TIMEOUT)
+        if not resetting.done():
+            await cancel(resetting)
+            raise EnvError(f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})")
+        messages, info = resetting.result()
         rollout = self._config.rollout
         try:
             agent = AgentTable(rollout).of(task)
