@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -148,6 +150,27 @@ def _sudden_ends_announced() -> Iterator[None]:
         os._exit = end
 
 
+class _Terminal(io.FileIO):
+    """A terminal's output, which goes nowhere once the terminal is gone: a run that ignores SIGHUP goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(memoryview(data).cast("B"))
+
+
+def _outlive_terminal() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty():
+            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line (default: the process's) and exit: 0, 1 after an error, 2 for usage, 130 after Ctrl-C."""
     # The interpreter looks for garbage once more when it ends, among all that was imported: a second with torch.
@@ -155,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    _outlive_terminal()
     _warn_of_namesake()
     raise_file_limit(_MOST_FILES)
     try:

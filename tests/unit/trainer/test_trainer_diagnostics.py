@@ -164,6 +164,7 @@ AMISS = {
         "40% of tool calls were answered by an error (the worst is up: 90%)",
     ),
     "failed": ({"batch/failed": 3.0, "batch/trajectories": 5.0}, "38% of trajectories ended in an error"),
+    "empty": ({"rollout/turns": 1.5, "rollout/sampled_tokens": 1.5}, "every turn is a single token"),
     "unforked": ({"tree/branches": 1.0, "tree/refusals": 3.5}, "rollout.tree forked no episode"),
     "cut": ({"dropped/cut_tokens": 10.0, "batch/trained_tokens": 90.0}, "10% of the tokens to train were cut off"),
     "correction": ({"correction/rejected": 0.5, "correction/ess": 0.1}, "rejects 50% of tokens"),

@@ -193,6 +193,13 @@ def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tup
             f"{_share(total)} of trajectories ended at a limit, most of them ({_share(ends[worst])}) at {worst}: raise "
             f"{_TRUNCATIONS[worst]}",
         )
+    # One that was cut after its first token is truncated.
+    if total == 0 and 0 < metrics.get("rollout/sampled_tokens", 0.0) <= metrics.get("rollout/turns", 0.0):
+        yield (
+            "empty",
+            "every turn is a single token: the model ends each at once. Compare eos_token_id in its "
+            "generation_config.json with what its chat template ends turns with, or give it a warm start",
+        )
     trained, rate = metrics.get("batch/trajectories", 0.0), metrics.get("tools/error_rate", 0.0)
     if rate > MOST_TOOL_ERRORS and metrics.get("tools/calls", 0.0) * trained >= _LEAST_CALLS:
         by_tool = {
