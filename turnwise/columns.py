@@ -47,7 +47,10 @@ def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> 
     scored = [segment.logprobs for segment in segments if segment.logprobs is not None]
     check_finite(trajectory)
     shapes = [_shape(segment, media) for segment in segments]
-    messages = [_messages_record(segment) for segment in segments]
+    messages = [
+        {"messages": segment.messages} | ({} if segment.tools is None else {"tools": segment.tools})
+        for segment in segments
+    ]
     return {
         "record": _bytes(replace(trajectory, segments=[]).to_bytes()),
         "segments": _bytes(dump_records(trajectory.id, shapes, shapes)),
@@ -88,10 +91,6 @@ def _shape(segment: Segment, media: WriteMedia | None) -> dict[str, Any]:
     scored = None if segment.logprobs is None else len(segment.logprobs)
     shape = {name: value for name, value in record.items() if name not in ("token_ids", "logprobs", "messages")}
     return {**shape, "lengths": [len(segment.token_ids), scored]}
-
-
-def _messages_record(segment: Segment) -> dict[str, Any]:
-    return {"messages": segment.messages} | ({} if segment.tools is None else {"tools": segment.tools})
 
 
 def _bytes(data: bytes) -> npt.NDArray[np.uint8]:

@@ -71,7 +71,7 @@ def load_class_from_fqn(reference: str, what: str) -> type[Any]:
     """Return the class of a reference; raise ConfigError as :func:`load_object` and for non-classes."""
     cls = load_object(reference, what)
     if not isinstance(cls, type):
-        raise ConfigError(f"{what} {reference!r} is {_type_text(cls)}, not a class")
+        raise ConfigError(f"{what} {reference!r} is a {type(cls).__name__}, not a class")
     return cls
 
 
@@ -242,10 +242,6 @@ def _raising_line(path: Path, error: Exception) -> str:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _type_text(target: Any) -> str:
-    return f"a {type(target).__name__}"
 
 
 def reference_to(target: Any, what: str) -> str:

@@ -138,7 +138,9 @@ class ImageProcessor(MediaProcessor):
         self._placeholder = placeholder
         self._lock = threading.Lock()
         self._placed: BoundedCache[PlacedMedia] = BoundedCache(_PLACED)
-        self._features: BoundedCache[Features] = BoundedCache(cache_bytes, _bytes)
+        self._features: BoundedCache[Features] = BoundedCache(
+            cache_bytes, lambda features: sum(array.nbytes for array in features.values())
+        )
         self.processed = 0
         """Number of images that were decoded and processed."""
 
@@ -246,7 +248,3 @@ def _token(settings: Mapping[str, Any], name: str, default: str) -> str:
         value = extra.get(name) if isinstance(extra, dict) else None
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else default
-
-
-def _bytes(features: Features) -> int:
-    return sum(array.nbytes for array in features.values())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.envs.core import Env, close_env, reset_env, schemas
+from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import EnvSpec, env_class, env_names
 from turnwise.errors import TurnwiseError, shown
 from turnwise.tasks.core import Task
@@ -68,13 +68,16 @@ def describe(name: str) -> EnvInfo:
     """Return the description of an environment; what cannot be imported is described by its ``problem``."""
     try:
         cls = env_class(name)
-        names = [*cls.tool_methods, *(as_tool(tool).name for tool in _declared(cls))]
+        # An instance may compute its tools.
+        declared = cls.tools if isinstance(cls.tools, (list, tuple)) else ()
+        names = [*cls.tool_methods, *(as_tool(tool).name for tool in declared)]
     except TurnwiseError as error:
         return EnvInfo(name, problem=str(error))
     return EnvInfo(
         name=name,
         reference=f"{cls.__module__}:{cls.__qualname__}",
-        summary=_summary(cls),
+        # Not inspect.getdoc: it would give a class without docstring that of its base.
+        summary=" ".join((cls.__doc__ or "").split("\n\n")[0].split()),
         config=", ".join(_parameter(parameter) for parameter in inspect.signature(cls).parameters.values()),
         tools=tuple(names),
         tasks=cls.default_tasks,
@@ -112,17 +115,7 @@ async def first_observation(spec: EnvSpec, source: str | None = None) -> FirstOb
             await close_env(env)
 
 
-def _declared(cls: type[Env]) -> Sequence[Any]:
-    """Return ``tools`` of a class; an instance may compute them."""
-    return cls.tools if isinstance(cls.tools, (list, tuple)) else ()
-
-
 def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is inspect.Parameter.empty:
         return parameter.name
     return f"{parameter.name}={shown(parameter.default, 40)}"
-
-
-def _summary(cls: type[Env]) -> str:
-    # Not inspect.getdoc: it would give a class without docstring that of its base.
-    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())

@@ -79,11 +79,17 @@ class EndpointTemplate:
             host: Host of the gateway, in URL form.
             port: Port of the gateway.
         """
+        parts = {
+            "rollout_id": owner.rollout_id,
+            "attempt_id": owner.attempt_id,
+            "session": owner.session,
+            "token": token,
+        }
         values = {
             "base": owner.base or f"http://{host}:{port}",
             "host": host,
             "port": str(port),
-            **{name: quote(value, safe="") for name, value in _parts(owner, token).items()},
+            **{name: quote(value, safe="") for name, value in (parts | {"token": token}).items()},
         }
         return _FIELD.sub(lambda match: values[match.group(1)], self.template)
 
@@ -92,10 +98,6 @@ class EndpointTemplate:
         path = unquote(urlsplit(self.url(owner, token, host="host", port=1)).path)
         parts = [part for part in path.split("/") if part]
         return tuple(parts[: parts.index(token)])
-
-
-def _parts(owner: Place, token: str) -> dict[str, str]:
-    return {"rollout_id": owner.rollout_id, "attempt_id": owner.attempt_id, "session": owner.session, "token": token}
 
 
 def check_template(template: str) -> None:

@@ -182,7 +182,8 @@ async def replay(
             _check_round_trip(message, answer, trajectory_id, len(history))
             # Later messages name the calls by the ids that the conversation was written with.
             calls = message.get("tool_calls") or ()
-            ids.update(zip(map(_call_id, calls), (call.id for call in answer.get("tool_calls", ())), strict=False))
+            sent_ids = (str(call["id"] if isinstance(call, Mapping) else call.id) for call in calls)
+            ids.update(zip(sent_ids, (call.id for call in answer.get("tool_calls", ())), strict=False))
             history.append(answer)
         else:
             call_id = message.get("tool_call_id")
@@ -218,7 +219,3 @@ def _to_tool_call(call: Mapping[str, Any]) -> ToolCall:
     if value is None or not function.get("name"):
         raise SessionError(f"a call of a written conversation has no name, or no object as arguments: {dict(call)}")
     return ToolCall(str(call.get("id", "")), function["name"], value)
-
-
-def _call_id(call: Any) -> str:
-    return str(call["id"] if isinstance(call, Mapping) else call.id)

@@ -112,7 +112,10 @@ class RayProcess(PlacedProcess):
         try:
             self.status, self.cpu_seconds = await patiently(self._actor.wait.remote)
         except RayError as error:
-            self.status, self.lost = -signal.SIGKILL, f"its node or its actor was lost ({_short(error)})"
+            self.status, self.lost = (
+                -signal.SIGKILL,
+                f"its node or its actor was lost ({' '.join(str(error).split())[:300]})",
+            )
         finally:
             self.ended.set()
 
@@ -271,7 +274,3 @@ def kill(actor: Any) -> None:
     """End an actor and, with it, its process."""
     with contextlib.suppress(RayError, RuntimeError):
         ray.kill(actor, no_restart=True)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -39,10 +39,6 @@ class SpecRow(Section):
     config: dict[str, Any] = Field(default_factory=dict)
 
 
-def _spec_of(value: Any) -> Any:
-    return {"name": value} if isinstance(value, (str, Path)) else value
-
-
 class SourceConfig(Section):
     """One source of tasks.
 
@@ -81,7 +77,7 @@ class SourceConfig(Section):
     @field_validator("env", "agent", mode="before")
     @classmethod
     def _accept_name(cls, value: Any) -> Any:
-        return _spec_of(value)
+        return {"name": value} if isinstance(value, (str, Path)) else value
 
     @field_validator("format")
     @classmethod

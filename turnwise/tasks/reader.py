@@ -207,10 +207,8 @@ def _open_source(config: SourceConfig) -> Rows:
 
 
 def _task(value: Any, row: Row) -> Task:
-    return value if isinstance(value, Task) else _from_record(value, row)
-
-
-def _from_record(value: Any, row: Row) -> Task:
+    if isinstance(value, Task):
+        return value
     return Task.from_record(value, where=row.where, default_id=row.id, folder=row.folder)
 
 

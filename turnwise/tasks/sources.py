@@ -165,7 +165,8 @@ def open_rows(source: TaskSource, arguments: Mapping[str, Any]) -> Rows:
     if isinstance(source, (str, Path)):
         return _open_text(str(source), arguments)
     if callable(source):
-        return FunctionRows(source, _callable_name(source), arguments)
+        named = source if inspect.isroutine(source) else type(source)
+        return FunctionRows(source, named.__qualname__, arguments)
     if arguments:
         raise TaskError(f"arguments ({', '.join(arguments)}) are for functions; an iterable takes none")
     return IterableRows(source)
@@ -272,10 +273,6 @@ def _signature(function: Callable[..., Any]) -> str:
         return str(inspect.signature(function))
     except ValueError:
         return "unknown"
-
-
-def _callable_name(function: Callable[..., Any]) -> str:
-    return function.__qualname__ if inspect.isroutine(function) else type(function).__qualname__
 
 
 BATCH = 1024

@@ -36,7 +36,9 @@ class Secrets:
     __slots__ = ("_pattern",)
 
     def __init__(self, declared: Iterable[Secret] = (), *holders: Any) -> None:
-        values = {_secret_value(secret) for secret in declared}
+        values = {
+            os.environ.get(secret, "") if isinstance(secret, str) else secret.get_secret_value() for secret in declared
+        }
         for holder in holders:
             _collect(holder, values, _MOST_LEVELS)
         forms = {form for value in values if value for form in _forms(value)}
@@ -56,10 +58,6 @@ class Secrets:
     def cause(self, error: BaseException) -> BaseException | None:
         """Return an exception's cause if its traceback shows no secret."""
         return error if self._pattern is None or not self._pattern.search(str(error)) else None
-
-
-def _secret_value(secret: Secret) -> str:
-    return os.environ.get(secret, "") if isinstance(secret, str) else secret.get_secret_value()
 
 
 def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:

@@ -229,7 +229,8 @@ class LangGraphAgent(Agent):
                 continue
             plain = output if isinstance(output, Mapping) else {}
             history = plain.get(self._messages_key or "")
-            messages = [*(history or [*messages, _as_message(answer)]), *observation]
+            reply = answer if isinstance(answer, BaseMessage) else AIMessage(answer)
+            messages = [*(history or [*messages, reply]), *observation]
             state = self.inputs(messages, {key: plain[key] for key in plain if key != INTERRUPTS})
         # Each round asks the model at least once; one that does not would never end.
         episode.finish(StopReason.MAX_TURNS)
@@ -315,10 +316,6 @@ def _final(answer: BaseMessage | str, run: GraphRun) -> Message | None:
             return None
         message["turn_id"], message["finish_reason"] = turn[1]["turn_id"], turn[1]["finish_reason"]
     return message
-
-
-def _as_message(answer: BaseMessage | str) -> BaseMessage:
-    return answer if isinstance(answer, BaseMessage) else AIMessage(answer)
 
 
 def _no_answer(key: str, output: Any) -> AgentError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,7 @@ def json_value(schema: Mapping[str, Any], excludes: Sequence[str] = ()) -> Tag:
             no longer enforce.
     """
     tag: Tag = {"type": "json_schema", "json_schema": dict(schema)}
-    if excludes and not any(key in _LENGTHS for key in _keywords(schema)):
+    if excludes and not any(key in _LENGTHS for node in _schemas(schema) for key in node):
         tag["excludes"] = list(excludes)
     return tag
 
@@ -296,10 +296,6 @@ def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
                 pending.extend(value if isinstance(value, list) else [value])
             elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
                 pending.extend(value if isinstance(value, list) else ())
-
-
-def _keywords(schema: Any) -> Iterable[str]:
-    return (key for node in _schemas(schema) for key in node)
 
 
 BLANK = optional(either(text("\n\n"), text("\n")))

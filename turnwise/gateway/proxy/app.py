@@ -64,7 +64,9 @@ class _Turn:
             self._session.count("unread_requests")
         for number, answer in enumerate(answers):
             placed = self._placed[min(number, len(self._placed) - 1)]
-            message = _with_prefill(request.prefill, answer.message)
+            message = answer.message
+            if request.prefill:
+                message = {**message, "content": request.prefill + text_of(message)}
             if not answer.parsed:
                 self._session.count("unread_answers")
             reported = usage if number == 0 or usage is None else Usage(0, 0)
@@ -126,11 +128,6 @@ def _place(session: TextSession, request: ForwardedRequest) -> list[PendingReque
         while len(placed) < request.n:
             placed.append(session.place(request.messages, request.tools))
     return placed
-
-
-def _with_prefill(prefill: str, message: Message) -> Message:
-    """Return an answer with its prefill prepended."""
-    return {**message, "content": prefill + text_of(message)} if prefill else message
 
 
 class HostedApp(SessionApp):

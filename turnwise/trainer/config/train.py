@@ -121,11 +121,9 @@ RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$
 """A name that is also a directory's."""
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-HookNames: TypeAlias = Annotated[tuple[ConfigReference, ...], BeforeValidator(_listed)]
+HookNames: TypeAlias = Annotated[
+    tuple[ConfigReference, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 """What ``hooks`` takes in a configuration: one reference, or several."""
 
 

@@ -19,7 +19,7 @@ from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import Learner, Objective
 from turnwise.trainer.offline.core import Batch, DisplayLayout, OfflineResult, json_lines, shuffled, train_offline
-from turnwise.trajectory import TrainSample, Trajectory, to_samples
+from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, ToolSchema
 
 
@@ -190,7 +190,8 @@ async def preference_pairs(
             except SessionError as error:
                 raise TaskError(f"{preference.id}: {side}: {error}") from error
             samples = to_samples(trajectory, max_tokens=max_tokens).rows
-            sides.append([TrainRow(row) for sample in samples if (row := _after(sample, turns)).trained_tokens])
+            answers = (replace(row, loss_mask=row.loss_mask & (row.turn_ids >= turns)) for row in samples)
+            sides.append([TrainRow(row) for row in answers if row.trained_tokens])
         pairs.append(Pair(sides[0], sides[1], preference.margin))
     return _trained_pairs(pairs)
 
@@ -268,11 +269,6 @@ def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:
     of_token = sides[torch.tensor(batch.rows, dtype=torch.int64)][batch.sequences.cpu()]
     pairs, index = torch.unique(of_token // 2, return_inverse=True)
     return pairs, 2 * index + of_token % 2
-
-
-def _after(sample: TrainSample, turns: int) -> TrainSample:
-    """Return a sample whose first ``turns`` turns are not trained."""
-    return replace(sample, loss_mask=sample.loss_mask & (sample.turn_ids >= turns))
 
 
 def _trained_pairs(pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
