@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnwise.errors import DiskError, TurnwiseError
+from turnwise.errors import DiskError, TurnwiseError, undo_on_error
 
 
 def private_directory(path: Path) -> None:
@@ -71,14 +71,25 @@ def write_private(path: Path, data: str | bytes) -> None:
         file.write(data if isinstance(data, bytes) else data.encode())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file for its owner only, or replace it: whole or not at all, also across a power cut."""
-    draft = path.with_name(f".{path.name}.draft")
-    with open(draft, "wb", opener=private_opener) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes, mark: str = "draft") -> None:
+    """Write a file for its owner only, or replace it: whole or not at all, also across a power cut.
+
+    Processes that may write it at the same time need a ``mark`` each.
+    """
+    draft = path.with_name(f".{path.name}.{mark}")
+    with undo_on_error(lambda: draft.unlink(missing_ok=True)):
+        write_private(draft, data)
+        sync_path(draft)
+        draft.replace(path)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,7 @@ record that names it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import secrets
 import threading
 from collections import OrderedDict
@@ -16,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from turnwise.append_file import private_directory, write_private, writing
+from turnwise.append_file import private_directory, replace_file, sync_path, writing
 from turnwise.errors import FormatError
 from turnwise.types import Media
 
@@ -118,27 +116,14 @@ class MediaFiles:
             private_directory(self.folder)
             for digest, data in fresh.items():
                 self._write(digest, data)
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_path(self.folder)
         self._written.update(fresh)
 
     def _write(self, digest: str, data: bytes) -> None:
         path = self.folder / digest
-        if path.exists() and path.stat().st_size == len(data):
-            return
-        partial = self.folder / f".{digest[:16]}-{secrets.token_hex(4)}"
-        try:
-            write_private(partial, data)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            # Another process may have written the same image: then this is the same file once more.
-            partial.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        if not path.exists() or path.stat().st_size != len(data):
+            # Another process may write the same image: then this is the same file once more.
+            replace_file(path, data, secrets.token_hex(4))
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of an image.

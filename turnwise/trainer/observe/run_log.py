@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turnwise.append_file import AppendFile, private_directory, writing
+from turnwise.append_file import AppendFile
 from turnwise.errors import ConfigError, FormatError, TurnwiseError
 from turnwise.trainer.config.policy import LoggerConfig
 from turnwise.trainer.observe.loggers import LOGGERS, LoggedRun, Logger, chosen_logger
@@ -120,8 +120,6 @@ class RunLog(JSONLLogger):
             DiskError: The disk refuses.
         """
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        with writing(run.directory):
-            private_directory(run.directory)
         outlets: dict[str, Logger] = {}
         for number, config in enumerate(loggers):
             name = config.name if config.name not in outlets else f"{config.name} ({number})"

@@ -20,7 +20,7 @@ import orjson
 import torch
 from safetensors import SafetensorError
 
-from turnwise.append_file import private_directory, replace_file, write_remedy, writing
+from turnwise.append_file import private_directory, replace_file, sync_path, write_remedy, writing
 from turnwise.engine.accelerator import random_states, restore_random_states
 from turnwise.errors import CheckpointError
 from turnwise.rollout.journal.state import seal, unseal
@@ -202,13 +202,13 @@ class CheckpointStore:
             for file in draft.rglob("*"):
                 # Libraries write weights by the process's umask.
                 file.chmod(0o700 if file.is_dir() else 0o600)
-                _sync(file)
-            _sync(draft)
+                sync_path(file)
+            sync_path(draft)
             replaced = self.directory / f".replaced-{final.name}"
             if final.exists():
                 final.rename(replaced)
             draft.rename(final)
-            _sync(self.directory)
+            sync_path(self.directory)
             shutil.rmtree(replaced, ignore_errors=True)
             self._prune()
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -401,11 +401,3 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(text: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
