@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import itertools
 import re
@@ -72,10 +73,11 @@ class JsonlRows(Rows):
                     continue
                 where = f"{self._path}:{number + 1}"
                 try:
-                    value = orjson.loads(line)
+                    # Some editors begin a file with a byte order mark.
+                    value = orjson.loads(line.removeprefix(codecs.BOM_UTF8) if number == 0 else line)
                 except orjson.JSONDecodeError as error:
                     raise TaskError(
-                        f"{where}: this line is not JSON ({error}): write one JSON object per line"
+                        f"{where}: this line is not JSON ({error}): write one JSON object per line, in UTF-8"
                     ) from error
                 yield Row(number, where, f"{self.name}-{number}", value, self._path.parent)
 

@@ -116,6 +116,15 @@ class TestJsonl:
         with pytest.raises(TaskError, match=r"t\.jsonl:2: this line is not JSON"):
             load_tasks(path)
 
+    def test_a_byte_order_mark_is_passed_over_and_other_encodings_are_refused(self, tmp_path):
+        path = tmp_path / "t.jsonl"
+        path.write_bytes("\ufeff".encode() + b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+        assert [task.prompt for task in load_tasks(path)] == ["a", "b"]
+        for encoding in ("utf-16", "latin-1"):
+            path.write_text('{"prompt": "café"}\n', encoding=encoding)
+            with pytest.raises(TaskError, match=r"t\.jsonl:1: .*write one JSON object per line, in UTF-8"):
+                load_tasks(path)
+
     def test_duplicate_ids_name_both_places(self, tmp_path):
         path = write_rows(tmp_path / "t.jsonl", {"id": "a", "prompt": "a"}, {"id": "a", "prompt": "b"})
         with pytest.raises(TaskError, match=r"t\.jsonl:2: the id 'a' .*t\.jsonl:1"):

@@ -163,32 +163,6 @@ def _save_model(learner: Learner, renderer: Renderer | None, target: Path) -> No
             save_format(renderer, draft)
 
 
-def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield ``file:line`` and the object of each line of a jsonl file, at most ``limit`` of them.
-
-    Raises:
-        TaskError: The file cannot be read, or a line is not a JSON object.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TaskError(f"data is {path}, which cannot be read: {error}") from error
-    count = 0
-    # Not splitlines(): a message may hold other characters that count as line ends.
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        if limit is not None and count >= limit:
-            return
-        count += 1
-        where = f"{path}:{number}"
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise TaskError(f"{where}: not JSON: {error}") from error
-        yield where, record
-
-
 def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory]:
     """Return the recorded trajectories without errors and with known tokens; of forked ones each branch.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from turnwise.errors import SessionError, TaskError
 from turnwise.inference.scripted import replay
 from turnwise.model.core import Renderer
+from turnwise.tasks.sources import JsonlRows
 from turnwise.trainer.batch.packing import first_fit, pack
 from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import Learner, Objective
-from turnwise.trainer.offline.core import Batch, DisplayLayout, OfflineResult, json_lines, shuffled, train_offline
+from turnwise.trainer.offline.core import Batch, DisplayLayout, OfflineResult, shuffled, train_offline
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, ToolSchema
 
@@ -44,7 +46,7 @@ def load_demonstrations(path: Path, limit: int | None = None) -> list[Demonstrat
     Raises:
         TaskError: The file cannot be read or is empty, or a row is malformed; the message names file, row and field.
     """
-    rows = [_demonstration(where, record) for where, record in json_lines(path, limit)]
+    rows = [_demonstration(row.where, row.value) for row in islice(JsonlRows(path).read(), limit)]
     if not rows:
         raise TaskError(f"{path} holds no demonstration")
     return rows
@@ -160,7 +162,7 @@ def load_preferences(path: Path, limit: int | None = None) -> list[Preference]:
     Raises:
         TaskError: The file cannot be read or is empty, or a row is malformed.
     """
-    rows = [_preference(where, record) for where, record in json_lines(path, limit)]
+    rows = [_preference(row.where, row.value) for row in islice(JsonlRows(path).read(), limit)]
     if not rows:
         raise TaskError(f"{path} holds no preference")
     return rows
