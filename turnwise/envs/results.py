@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
@@ -18,6 +19,7 @@ AgentRewards: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
 """Rewards by agent: a number, or named parts."""
 
 _ROLES = frozenset(get_args(Role))
+_HEADING = re.compile(rf"(?<=\n)(?=\s*\[(?:{'|'.join(_ROLES)})\])", re.IGNORECASE)
 
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 SANDBOX_VARIES: Final[Mapping[str, str]] = {
@@ -155,7 +157,9 @@ def transcript(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         calls = [f"{call.name}({call.raw or call.arguments})" for call in message.get("tool_calls") or ()]
-        lines.append(f"[{message['role']}] " + "\n".join(filter(None, [readable_text(message), *calls])))
+        text = "\n".join(filter(None, [readable_text(message), *calls]))
+        # Indented, so that no message holds the heading of another one.
+        lines.append(f"[{message['role']}] {_HEADING.sub(' ', text)}")
     return "\n".join(lines)
 
 

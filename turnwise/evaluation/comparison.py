@@ -17,6 +17,7 @@ from rich.text import Text
 
 from turnwise.errors import FormatError
 from turnwise.evaluation.directory import success_rule
+from turnwise.evaluation.metrics import failed_share
 
 METRICS = ("success", "reward")
 PARTS = ("sampled", "greedy")
@@ -290,9 +291,11 @@ def comparison_table(comparison: Comparison, names: tuple[str, str], *, limit: i
     if comparison.only_before or comparison.only_after:
         table.add_row("tasks of one only", str(comparison.only_before), str(comparison.only_after), "")
     table.add_row("episodes", *map(str, comparison.episodes), "")
-    for title, counts in (("failed, not counted", comparison.failed), ("not finished", comparison.unfinished)):
-        if any(counts):
-            table.add_row(Text(title, style="red"), *map(str, counts), "")
+    if any(comparison.failed):
+        shares = map(failed_share, comparison.failed, comparison.episodes)
+        table.add_row(Text("failed, not counted", style="red"), *shares, "")
+    if any(comparison.unfinished):
+        table.add_row(Text("not finished", style="red"), *map(str, comparison.unfinished), "")
     for title, style, changes in (
         ("solved now", "green", comparison.gained),
         ("solved no more", "red", comparison.lost),

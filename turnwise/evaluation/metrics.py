@@ -410,10 +410,8 @@ class EvalResult:
         return json_fields(self, optional=optional)
 
     def below(self, success: float) -> dict[str, float]:
-        """Return the success rates below a threshold, by sampling mode; one without episodes counts as 0."""
-        rates = {name: summary.success for name, summary in self.parts.items()}
-        means = {name: rate.mean if rate.episodes else 0.0 for name, rate in rates.items()}
-        return {name: rate for name, rate in means.items() if rate < success - _TOLERANCE}
+        """Return the success rates below a threshold, by sampling mode; episodes that failed count as no success."""
+        return rates_below(success, {name: summary.to_json() for name, summary in self.parts.items()})
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
@@ -424,6 +422,20 @@ class EvalResult:
             for name, summary in self.parts.items():
                 for row in summary.rows:
                     file.write(orjson.dumps({"part": name, **row.to_json()}) + b"\n")
+
+
+def rates_below(success: float, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the success rates below a threshold; episodes that failed count as no success.
+
+    Args:
+        success: The threshold.
+        parts: Summaries as JSON values, by name.
+    """
+    rates = {}
+    for name, part in parts.items():
+        mean, episodes = part["success"]["mean"], part["success"]["episodes"]
+        rates[name] = mean * episodes / (episodes + part["failed"]) if episodes else 0.0
+    return {name: rate for name, rate in rates.items() if rate < success - _TOLERANCE}
 
 
 def result_table(result: EvalResult, title: str = "") -> Table:
@@ -453,14 +465,14 @@ _FAILED = "failed, not counted"
 def _figures(summary: Summary) -> dict[str, str]:
     """Return the figures of a table's column by the names of its rows."""
     figures = {"tasks": str(summary.tasks), "episodes": str(summary.success.episodes)}
-    figures["success"] = _estimate_text(summary.success)
+    figures["success"] = _success_text(summary.success, summary)
     marks = {"pass@": summary.pass_at, "pass^": summary.pass_all, "best@": summary.best_at, "maj@": summary.maj_at}
     for mark, by_k in marks.items():
         figures |= {f"{mark}{k}": _estimate_of_tasks(estimate, summary.tasks) for k, estimate in by_k.items()}
     for name, part in (*summary.by_source.items(), *summary.by_tag.items()):
-        figures[f"success, {name}"] = _estimate_text(part.success)
+        figures[f"success, {name}"] = _success_text(part.success, part)
     for name, role in summary.by_role.items():
-        figures[f"success of {name}"] = _estimate_text(role.success)
+        figures[f"success of {name}"] = _success_text(role.success, summary)
         figures[f"reward of {name}"] = _estimate_text(role.reward)
     figures |= {
         "reward": _estimate_text(summary.reward),
@@ -481,12 +493,23 @@ def _figures(summary: Summary) -> dict[str, str]:
             "reward, best way": _estimate_text(search.reward_best),
         }
     figures["ended"] = _counts(summary.stop_reasons)
-    optional = {"forks": _counts(summary.forks), _FAILED: str(summary.failed or "-")}
+    optional = {"forks": _counts(summary.forks), _FAILED: failed_share(summary.failed, summary.success.episodes)}
     return figures | {name: text for name, text in optional.items() if text != "-"}
 
 
 def _estimate_text(estimate: Estimate) -> str:
     return "-" if math.isnan(estimate.mean) else str(estimate)
+
+
+def failed_share(failed: int, episodes: int) -> str:
+    """Return how many episodes failed, and of how many; ``-`` for none."""
+    return f"{failed} of {failed + episodes}" if failed else "-"
+
+
+def _success_text(success: Estimate, part: Summary) -> str:
+    """Return a success rate, with the share of its part's episodes that failed and are not in it."""
+    share = failed_share(part.failed, part.success.episodes)
+    return _estimate_text(success) if share == "-" else f"{_estimate_text(success)} ({share} failed)"
 
 
 def _estimate_of_tasks(estimate: Estimate, tasks: int) -> str:

@@ -260,7 +260,8 @@ class EvalProgress:
 
     @property
     def _share(self) -> str:
-        return f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
+        share = f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
+        return f"{share} ({self._failed} failed)" if self._failed else share
 
     def _finished_of(self, number: int) -> list[Trajectory]:
         """Return the trajectories of finished episodes of a group, without failed attempts."""

@@ -19,7 +19,7 @@ from turnwise.config import ConfigPath, ConfigValues, Section, load_config
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
-from turnwise.evaluation.metrics import money
+from turnwise.evaluation.metrics import failed_share, money, rates_below
 from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
@@ -73,9 +73,9 @@ class SuiteRow:
         return {"evaluation": self.evaluation, "model": self.model, "error": self.error, **self.figures}
 
     def below(self, success: float) -> bool:
-        """Whether success, sampled or greedy, is below a threshold; a part without figures is."""
-        rates = [self.figures[name]["success"]["mean"] for name in ("sampled", "greedy") if name in self.figures]
-        return not rates or any(rate is None or rate < success - 1e-6 for rate in rates)
+        """Whether success, sampled or greedy, is below a threshold or unknown; see ``rates_below``."""
+        parts = {name: self.figures[name] for name in ("sampled", "greedy") if name in self.figures}
+        return not parts or bool(rates_below(success, parts))
 
 
 def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
@@ -213,9 +213,9 @@ def suite_table(rows: list[SuiteRow]) -> Table:
         cost = "-" if spent.get("cost") is None else money(spent["cost"])
         for mode in ("sampled", "greedy"):
             if (one := row.figures.get(mode)) is not None:
-                unfinished = row.figures.get("unfinished", 0)
+                failed = failed_share(one["failed"], one["success"]["episodes"])
                 cells = [_estimate(one["success"]), _estimate(one["reward"]), f"{one['turns']:.2f}"]
-                cells += [f"{one['sampled_tokens']:.0f}", str(one["failed"]), str(unfinished), cost]
+                cells += [f"{one['sampled_tokens']:.0f}", failed, str(row.figures.get("unfinished", 0)), cost]
                 table.add_row(*names, mode, *cells)
     return table
 

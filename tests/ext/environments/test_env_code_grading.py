@@ -86,6 +86,20 @@ async def test_no_answer_passes_a_test_together_with_its_twin(boxes: SandboxMana
     assert passed == ([False] * 4 if name else [True, True, False, False])
 
 
+async def test_an_exception_of_the_answer_ends_no_loop_of_the_tests(boxes: SandboxManager) -> None:
+    tests = [
+        "assert all(map(add, [1], [2]))",
+        "assert sum(map(add, [1], [2])) == 0",
+        "assert not any(iter(lambda: add(1, 2), 3))",
+    ]
+    env = made(boxes, partial=True)
+    for error in ("StopIteration", "StopAsyncIteration", "GeneratorExit"):
+        assert await graded(env, {**rows()["mbpp"], "test_list": tests}, f"def add(a, b):\n    raise {error}\n") == 0.0
+    items = "def add(a, b):\n    return iter(())\n"
+    stops = "try:\n    next(add(1, 2))\n    assert False\nexcept StopIteration:\n    pass"
+    assert await graded(env, {**rows()["mbpp"], "test_list": [stops]}, items) == 1.0
+
+
 async def test_partial_credit_is_the_share_of_passed_tests(boxes: SandboxManager) -> None:
     env = made(boxes, partial=True)
     wrong = "def add(a, b):\n    print('noise')\n    return a + b if a < 500 else 0\n"

@@ -148,8 +148,11 @@ async def test_the_answer_is_boxed_or_hashed_or_the_only_number():
         "#### 2900/2": 1, "\\boxed{\\frac{2900}{2}}": 1, "\\boxed{1} then \\boxed{1450}": 1,
         "#### 1449": 0, "#### 1450.001": 0, "": 0, "####": 0, "\\boxed{1449} #### 1450": 0,
         "between 1450 and 1451": 0, "12 * 3 is 36, so 1450": 0, "#### unknown": 0,
+        "#### 1450%": 0, "#### 145000%": 0, "\\boxed{1450\\%}": 0, "#### 1 = 1450": 0,
     }.items():  # fmt: skip
         assert await reward_of(task, text) == value, text
+    share = Task("s", "What percent is red?", {"answer": "50"})
+    assert [await reward_of(share, f"#### {text}") for text in ("50", "50%", "0.5", "5000%")] == [1, 1, 0, 0]
     env = make("math")
     await reset_env(env, task, seed=0)
     assert await score_env(env, None) == {"score": 0.0}

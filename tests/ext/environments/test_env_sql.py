@@ -23,7 +23,7 @@ from turnwise.config import load_config
 from turnwise.envs import close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.errors import ConfigError, RegistryError, TaskError, ToolError
 from turnwise.ext.checks.environment import check_env
-from turnwise.ext.environments.sql.database import Database, Result, create_database, open_file
+from turnwise.ext.environments.sql.database import Database, Result, bytes_written, create_database, open_file
 from turnwise.ext.environments.sql.gold import (
     MOST_ROWS,
     is_informative,
@@ -151,6 +151,20 @@ def test_whatever_is_no_plain_read_is_refused_and_changes_nothing(shop, sql, tmp
 def test_endless_query_is_stopped_and_the_next_query_runs(shop, sql):
     with pytest.raises(ToolError, match="takes too long"):
         shop.query(sql, most_rows=5)
+    assert rows_of(shop, "SELECT COUNT(*) FROM orders") == [(380,)]
+
+
+@pytest.mark.parametrize(
+    "collected",
+    ["SELECT x FROM t ORDER BY x", "SELECT COUNT(DISTINCT x) FROM t", "SELECT x, RANK() OVER (ORDER BY x) FROM t"],
+)
+def test_temporary_files_of_a_query_are_bounded_and_the_next_query_runs(shop, collected):
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n), "
+    rows = endless + "t(x) AS (SELECT printf('%1500d', i) FROM n) "
+    before = bytes_written()
+    with pytest.raises(ToolError, match="more than 64 MB of temporary files and was stopped: sort or group fewer"):
+        shop.query(rows + collected, most_rows=5)
+    assert bytes_written() - before < 80_000_000
     assert rows_of(shop, "SELECT COUNT(*) FROM orders") == [(380,)]
 
 

@@ -132,7 +132,7 @@ def test_failed_and_unfinished_episodes_are_counted(tmp_path: Path) -> None:
         "unfinished": [0, 5],
     }
     output = CliRunner().invoke(app, ["compare", str(one), str(two)], env={"COLUMNS": "140"}).output
-    assert "failed, not counted" in output
+    assert "3 of 4" in next(line for line in output.splitlines() if "failed, not counted" in line)
     assert "not finished" in output
     (two / "summary.json").write_text("[]")
     with pytest.raises(FormatError, match=r"summary\.json: no summary of an evaluation"):

@@ -17,6 +17,7 @@ from scipy import stats
 from turnwise.errors import ConfigError
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
 from turnwise.evaluation.metrics import EvalResult, episode_rows, result_table, summarize, task_tags
+from turnwise.evaluation.suite import SuiteRow, suite_table
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
@@ -264,3 +265,19 @@ def test_parts_below_a_threshold_are_named() -> None:
     assert result.below(0.5) == {"greedy": 0.0}
     assert result.below(0.6) == {"sampled": 0.5, "greedy": 0.0}
     assert result.below(0.0) == {}
+
+
+def test_success_over_a_part_is_shown_with_the_share_that_failed_and_held_to_a_threshold_with_it() -> None:
+    group = TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0)], source="shop", failed=3)
+    result = EvalResult(None, summarize([group], tags={"a": ["level 3"]}), 1.0)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(result_table(result))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    rates = [line for line in lines if line.startswith(" success")]
+    assert len(rates) == 3
+    assert all(line.rstrip().endswith("1.000 (3 of 4 failed)") for line in rates)
+    assert result.below(0.5) == {"greedy": 0.25}
+    row = SuiteRow("shop", "small", result.to_json())
+    assert (row.below(0.5), row.below(0.25)) == (True, False)
+    console.print(suite_table([row]))
+    assert "3 of 4" in console.file.getvalue().splitlines()[-2]  # type: ignore[attr-defined]

@@ -232,7 +232,8 @@ class Question:
 
 
 def _inside(text: Any, name: str) -> str:
-    escaped = str(text).replace(f"</{name}", f"<\\/{name}")
+    # A model reads </ANSWER>, < / answer > and a full-width sign as the end, too.
+    escaped = re.sub(rf"[<＜](?=[^\w<＜]*[/／][^\w<＜]*{re.escape(name)})", "<\\\\", str(text), flags=re.IGNORECASE)
     return f"<{name}>\n{escaped}\n</{name}>"
 
 

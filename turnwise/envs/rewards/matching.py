@@ -395,7 +395,7 @@ def _fraction(text: str) -> Fraction | None:
 class Numeric(RewardFunction):
     """1 where the answer is the right number within a tolerance, else 0.
 
-    A percent sign on one side only allows both readings: ``50%`` equals 50 and 0.5.
+    A percent sign of the answer is a unit: ``50%`` equals 50, and never 0.5. A right answer of ``50%`` is 50 or 0.5.
     """
 
     inline: ClassVar[bool] = True
@@ -453,8 +453,6 @@ class Numeric(RewardFunction):
 
     def _equal(self, answer: Number, gold: Number) -> bool:
         limit = max(self._tolerance, self._relative * abs(gold.value))
-        if answer.percent and not gold.percent:
-            return any(abs(candidate - gold.value) <= limit for candidate in (answer.value, answer.value / 100))
         if gold.percent and not answer.percent:
             return abs(answer.value - gold.value) <= limit or abs(100 * answer.value - gold.value) <= limit
         return abs(answer.value - gold.value) <= limit

@@ -42,10 +42,34 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
         if unreadable:
             return {"verdict": "gold", "text": unreadable[0]}
         attempt = parse(answer, parsing_timeout=0)
+        if attempt and not _is_consistent(attempt, [parsed[0] for _, parsed in right], verify):
+            return {"verdict": "different", "found": True}
         equal = any(verify(parsed, attempt, timeout_seconds=0) for _, parsed in right)
         return {"verdict": "equal" if equal else "different", "found": bool(attempt)}
     except (MemoryError, RecursionError, OverflowError) as error:
         return {"verdict": "undecided", "text": type(error).__name__}
+
+
+def _is_consistent(attempt: Any, gold: list[Any], verify: Any) -> bool:
+    """Whether an answer is no chain of equations of which one does not hold: of ``1 = 2`` the last side would count."""
+    from sympy import And, Derivative, Eq, Limit, Number
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    unknown = (AppliedUndef, ExprWithLimits, Limit, Derivative)
+    answer = attempt[0]
+    equations = answer.args if isinstance(answer, And) else (answer,)
+    if any(isinstance(right, Relational) for right in gold):
+        # Of an equation that cannot be parsed, the last number would count.
+        return not isinstance(answer, Number) or "=" not in str(attempt[-1])
+    if not all(isinstance(equation, Eq) for equation in equations):
+        return True
+    *sides, last = equations[0].lhs, *(equation.rhs for equation in equations)
+    return all(
+        side.free_symbols - last.free_symbols or side.has(*unknown) or verify([side], [last], timeout_seconds=0)
+        for side in sides
+    )
 
 
 def _parse_gold(parse: Any, text: str) -> Any:

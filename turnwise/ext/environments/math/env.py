@@ -127,7 +127,7 @@ class MathEnv(ToolEnv):
     r"""A problem, a calculator, and an answer that is right or wrong.
 
     The answer is the last ``\boxed{...}`` of the last message, else what follows its last ``####``, else its only
-    number.
+    number. A percent sign is right only where the question has one, or says percent.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -175,6 +175,9 @@ class MathEnv(ToolEnv):
             return await self.symbolic.score(self, self.row, final)
         text = "" if final is None else text_of(final)
         form = next((form for form in ("boxed", "hash") if extract_answer(text, form) is not None), "text")
+        asked = f"{self.row.prompt} {self.row.data['answer']}".lower()
+        if "%" in (extract_answer(text, form) or "") and "%" not in asked and "percent" not in asked:
+            return 0.0
         return _NUMERIC[form](text, self.row.data)
 
     def solve(self) -> Solution:

@@ -8,7 +8,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ MOST_COLUMNS: Final = 200
 """Columns of a result."""
 LARGEST_RESULT: Final = 32_000_000
 """Bytes of the rows of a result: many short values could still exceed the memory."""
+LARGEST_TEMPORARY_FILES: Final = 64_000_000
+"""Bytes that a query may write to temporary files, where rows are sorted or collected that exceed SQLite's cache."""
 
 _STEPS_BETWEEN_CALLS: Final = 1_000
 _BYTES_PER_VALUE: Final = 32
@@ -71,6 +73,8 @@ class Database:
         self._closed = False
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         connection.execute("PRAGMA query_only = ON")
+        # Not in memory, where nothing would limit them.
+        connection.execute("PRAGMA temp_store = FILE")
         for limit, maximum in (
             (sqlite3.SQLITE_LIMIT_LENGTH, longest_value),
             (sqlite3.SQLITE_LIMIT_SQL_LENGTH, LONGEST_QUERY),
@@ -91,7 +95,7 @@ class Database:
         Raises:
             ToolError: The query writes, is wrong, or exceeds a limit; the message is for the model.
         """
-        with self._lock, self._limited():
+        with self._lock, self._limited() as written:
             try:
                 with closing(self._connection.execute(sql)) as cursor:
                     if cursor.description is None:
@@ -99,7 +103,8 @@ class Database:
                     rows = _fetch_rows(cursor, most_rows + 1)
                     columns = tuple(str(column[0]) for column in cursor.description)
             except sqlite3.DatabaseError as error:
-                raise ToolError(_explained(error)) from error
+                too_much = written() > LARGEST_TEMPORARY_FILES
+                raise ToolError(_TOO_MUCH_WRITTEN if too_much else _explained(error)) from error
             except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
                 raise ToolError(f"{error}: write one SELECT statement of plain text") from error
         return Result(columns, rows[:most_rows], len(rows) > most_rows)
@@ -111,22 +116,37 @@ class Database:
             self._connection.close()
 
     @contextmanager
-    def _limited(self) -> Iterator[None]:
+    def _limited(self) -> Iterator[Callable[[], int]]:
+        """Limit a query in this thread; yields a function that returns the bytes that it has written."""
         if self._closed:
             raise ToolError("the database is closed")
         steps, until = 0, time.thread_time() + self.steps * SECONDS_PER_STEP
+        before = bytes_written()
+
+        def written() -> int:
+            return bytes_written() - before
 
         def exceeds_limit() -> bool:
             nonlocal steps
             steps += _STEPS_BETWEEN_CALLS
-            return self._closed or steps > self.steps or time.thread_time() > until
+            exceeded = steps > self.steps or time.thread_time() > until or written() > LARGEST_TEMPORARY_FILES
+            return self._closed or exceeded
 
         self._connection.set_progress_handler(exceeds_limit, _STEPS_BETWEEN_CALLS)
         try:
-            yield
+            yield written
         finally:
             if not self._closed:
                 self._connection.set_progress_handler(None, 0)
+
+
+def bytes_written() -> int:
+    """Return the bytes that this thread has written to files; 0 where the system does not count them."""
+    try:
+        with open("/proc/thread-self/io", "rb", buffering=0) as file:
+            return int(file.read().split()[3])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _fetch_rows(cursor: sqlite3.Cursor, most_rows: int) -> list[tuple[Any, ...]]:
@@ -147,6 +167,12 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
     else:
         forbidden = action != sqlite3.SQLITE_FUNCTION or (second or "").lower() in _FORBIDDEN_FUNCTIONS
     return sqlite3.SQLITE_DENY if forbidden else sqlite3.SQLITE_OK
+
+
+_TOO_MUCH_WRITTEN: Final = (
+    f"the query writes more than {LARGEST_TEMPORARY_FILES // 1_000_000} MB of temporary files and was stopped: sort or "
+    "group fewer rows, or shorter ones"
+)
 
 
 def _explained(error: sqlite3.DatabaseError) -> str:
