@@ -53,10 +53,10 @@ async def test_step_after_the_end_raises_env_error() -> None:
         await step_env(env, say("1"))
 
 
-async def test_player_on_turn_loses_at_a_limit() -> None:
+async def test_nobody_wins_a_game_that_a_limit_ended() -> None:
     env, _, _ = await game("3")
     parts = await score_env(env, None)
-    assert parts.agents == {"first": {"score": 1.0}, "second": {"score": 0.0}}
+    assert parts.agents == {"first": {"score": 0.0}, "second": {"score": 0.0}}
 
 
 @functools.cache

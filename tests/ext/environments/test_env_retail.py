@@ -234,6 +234,8 @@ def test_facts_are_amounts_by_value_and_words_by_boundary():
     assert states_facts("$1 and $2 and $3", ["$1", "$2.00"])
     assert states_facts("W123: $2, $3 or $4", ["W123"])
     assert not states_facts("$3" + "." * LONGEST_ANSWER, ["$3"])
+    assert states_facts("Of 12 variants 10 are left, from $46.66 on.", ["10"])
+    assert not states_facts(" ".join(map(str, range(100))), ["10"])
     assert states_facts("anything", [])
     assert not states_facts("", ["$3"])
 

@@ -100,9 +100,8 @@ class NimEnv(MultiAgentEnv):
         return None if self.winner else agent
 
     def payoff(self) -> Mapping[str, float]:
-        """1 for the winner; after a limit, for the agent whose turn it was not."""
-        lost = self.turn if not self.winner else None
-        return {name: float(name != lost if lost else name == self.winner) for name in self.agents}
+        """1 for the winner; nobody wins a game that a limit ended, since a player could wait for it."""
+        return {name: float(name == self.winner) for name in self.agents}
 
     def solve(self) -> Solution:
         """Leave a multiple of ``take + 1``; playing both sides, the side that can win does."""

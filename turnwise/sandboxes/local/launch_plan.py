@@ -148,6 +148,8 @@ def _plan_files(
     launch["stage"] = {
         "at": str(files),
         "size": spec.limits.disk if "groups" in level.without else min(spec.limits.disk, spec.limits.memory * 7 // 8),
+        # An inode takes about 1.2 KB of the memory that is not for contents: more of them would end the sandbox.
+        "inodes": max(spec.limits.memory // 16_384, 4_096),
         "userns": level.stage == "user",
         "binds": binds,
         "overlays": overlays,

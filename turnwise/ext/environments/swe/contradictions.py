@@ -1,7 +1,7 @@
-"""Contradictions: tests that pass together with their twins, and their confirmation in separate processes.
+"""Contradictions: tests that pass together with their twins, and their confirmation in separate sandboxes.
 
 In one process state may carry over from a test to its twin. So a suspected test and its twins run again, each in a
-separate process; if both pass there, the test does not test the solution.
+fresh sandbox; if both pass there, the test does not test the solution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turnwise.ext.environments.swe.logs import Statuses, TestStatus
 from turnwise.ext.environments.swe.twins import Family
 
 ROUNDS: Final = 6
-"""Processes of a confirmation: a solution that passes each with probability p is acquitted by p (1 - p)^5 < 0.07."""
+"""Runs of a confirmation: a solution that passes each with probability p is acquitted by p (1 - p)^5 < 0.07."""
 _DETERMINES: Final = ("value", "truth")
 """Kinds whose twins all contradict the test, whatever the repository's code does."""
 _REPEATS: Final = {"value": 1, "made": 1, "truth": 2, "raises": 2}

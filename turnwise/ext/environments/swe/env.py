@@ -164,13 +164,14 @@ class SweEnv(ToolEnv):
             reverse: Whether it is reverted instead of applied.
         """
         plan = await self.twins() if self.with_twins else NO_TWINS
-        async with self._fresh() as box:
-            judge = Judge(self.instance, timeout=self.eval_timeout, plan=plan)
-            return await judge.judge(box, patch, reverse=reverse)
+        return await self._judge(plan).judge(patch, reverse=reverse)
+
+    def _judge(self, plan: TwinPlan = NO_TWINS) -> Judge:
+        return Judge(self.instance, self._fresh, timeout=self.eval_timeout, plan=plan)
 
     async def twins(self) -> TwinPlan:
         """Return the contradictory twins of this episode's row; they are made once for a row."""
-        judge = Judge(self.instance, timeout=self.eval_timeout)
+        judge = self._judge()
         reason = row_obstacle(self.instance, reports=judge.reports)
         if reason:
             return TwinPlan(lacking=self.instance.fail_to_pass, reason=reason)

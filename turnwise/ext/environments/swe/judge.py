@@ -7,6 +7,7 @@ between marks that are fresh for each run.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -14,7 +15,8 @@ import random
 import secrets
 import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Final
@@ -32,7 +34,7 @@ from turnwise.ext.environments.swe.contradictions import (
 from turnwise.ext.environments.swe.logs import Statuses, TestStatus, parser_of
 from turnwise.ext.environments.swe.paths import SETTINGS, is_protected, settings_differ, shadowed_module, touched_files
 from turnwise.ext.environments.swe.rows import Instance
-from turnwise.ext.environments.swe.twins import NO_TWINS, Roll, TestFile, TwinPlan, enroll, select
+from turnwise.ext.environments.swe.twins import NO_TWINS, Family, Roll, TestFile, TwinPlan, enroll, select
 from turnwise.ext.environments.swe.workspace import GIT, RepositoryPaths, git, prepare
 from turnwise.sandboxes.core import ExecResult, Sandbox
 
@@ -176,21 +178,29 @@ class Judge:
     """Grades solutions of one row.
 
     Args:
+        fresh: Opens a sandbox with the row's repository.
         plan: The twins of the row's tests.
     """
 
-    def __init__(self, instance: Instance, *, timeout: float = 600.0, plan: TwinPlan = NO_TWINS) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        fresh: Callable[[], AbstractAsyncContextManager[Sandbox]],
+        *,
+        timeout: float = 600.0,
+        plan: TwinPlan = NO_TWINS,
+    ) -> None:
         self.instance = instance
+        self.fresh = fresh
         self.plan = plan
         self.timeout = timeout
         # The results of others are read from their log.
         self.reports = instance.framework == "pytest"
 
-    async def judge(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> Verdict:
+    async def judge(self, patch: bytes, *, reverse: bool = False) -> Verdict:
         """Grade a patch; an empty one grades the repository as it is.
 
         Args:
-            box: A fresh sandbox with the row's repository.
             patch: A git diff.
             reverse: Whether it is reverted instead of applied.
 
@@ -199,10 +209,23 @@ class Judge:
             SandboxError: The sandbox failed.
         """
         began = time.monotonic()
-        staged = await self.stage(box, patch, reverse=reverse)
-        if isinstance(staged, str):
-            return decide(self.instance, {}, reason=staged)
-        verdict = await self._verdict(box, *staged)
+        async with self.fresh() as box:
+            staged = await self.stage(box, patch, reverse=reverse)
+            if isinstance(staged, str):
+                return decide(self.instance, {}, reason=staged)
+            try:
+                verdict, tests, files, suspects = await self._verdict(box, *staged)
+            except SandboxFileError as error:
+                if not patch.strip():
+                    raise
+                return decide(self.instance, {}, reason=f"the patch leaves no room for the tests: {error}")
+        if suspects:
+            observed = await self._confirm(files, suspects, patch, reverse)
+            tests |= {finding.node: TestStatus.FAILED for finding in observed}
+            proof = next((finding.reason for finding in observed if finding.tampered), "")
+            reason = _TAMPERED + proof if proof else ""
+            verdict = decide(self.instance, tests, dropped=verdict.dropped, log=verdict.log, reason=reason)
+            verdict = replace(verdict, tampered=proof)
         return replace(verdict, seconds=time.monotonic() - began)
 
     async def stage(
@@ -323,8 +346,14 @@ class Judge:
             command = f"{GIT} apply --binary --whitespace=nowarn -"
             await self._require(await box.exec(command, timeout=120.0, stdin=stdin), f"test_patch of {instance.name}")
 
-    async def _verdict(self, box: Sandbox, paths: RepositoryPaths, dropped: tuple[str, ...]) -> Verdict:
-        """Run the tests together with their twins, and compare the outcomes."""
+    async def _verdict(
+        self, box: Sandbox, paths: RepositoryPaths, dropped: tuple[str, ...]
+    ) -> tuple[Verdict, Statuses, Mapping[str, TestFile], list[Suspect]]:
+        """Run the tests together with their twins, and compare the outcomes.
+
+        Returns:
+            The verdict, the statuses of all tests, the files with twins, and the tests that must be confirmed.
+        """
         roll, files = Roll(), await self.test_files(box, paths)
         if files:
             by_path = {path: [family for family in self.plan.families if family.path == path] for path in files}
@@ -335,38 +364,45 @@ class Judge:
         log = roll.named(run.log)
         verdict = decide(self.instance, tests, dropped=dropped, log=log, reason=roll.named(run.reason))
         if run.tampered:
-            return replace(verdict, tampered=verdict.reason.removeprefix(_TAMPERED))
+            return replace(verdict, tampered=verdict.reason.removeprefix(_TAMPERED)), tests, files, []
         passed = {node for node, status in {**verdict.fail_to_pass, **verdict.pass_to_pass}.items() if status.passes}
-        suspects = find_suspects(self.plan.families, tests, twins, passed)
-        if not suspects:
-            return verdict
-        findings = await self._confirm(box, paths, files, suspects)
-        tests |= {finding.node: TestStatus.FAILED for finding in findings}
-        proof = next((finding.reason for finding in findings if finding.tampered), "")
-        reason = _TAMPERED + proof if proof else ""
-        return replace(decide(self.instance, tests, dropped=dropped, log=log, reason=reason), tampered=proof)
+        return verdict, tests, files, find_suspects(self.plan.families, tests, twins, passed)
 
     async def _confirm(
-        self, box: Sandbox, paths: RepositoryPaths, files: Mapping[str, TestFile], suspects: Sequence[Suspect]
+        self, files: Mapping[str, TestFile], suspects: Sequence[Suspect], patch: bytes, reverse: bool
     ) -> list[Finding]:
-        """Run suspected tests and their twins in separate processes; return the contradictory cases."""
-        seen: list[ConfirmationRun] = []
-        for members in rounds(suspects, _RNG):
+        """Run suspected tests and their twins again, each in a fresh sandbox; return the contradictory cases.
+
+        Half of the runs happen at the same time: a solution can neither count them nor tell them apart by a clock.
+        """
+        members, seen = list(rounds(suspects, _RNG)), list[ConfirmationRun]()
+        for half in (members[::2], members[1::2]):
+            for outcome in await asyncio.gather(*(self._confirm_once(files, one, patch, reverse) for one in half)):
+                if isinstance(outcome, str):
+                    return [Finding(suspects[0].nodes[0], outcome, tampered=True)]
+                seen.append(outcome)
+            if proves_tampering(suspects, seen):
+                break
+        return findings(suspects, seen)
+
+    async def _confirm_once(
+        self, files: Mapping[str, TestFile], members: Sequence[tuple[Family, int]], patch: bytes, reverse: bool
+    ) -> ConfirmationRun | str:
+        """Run one member of each suspected family in a fresh sandbox; return the guard's complaint if it has one."""
+        async with self.fresh() as box:
+            staged = await self.stage(box, patch, reverse=reverse)
+            if isinstance(staged, str):
+                raise EnvError(f"{self.instance.name}: a patch that applied does not apply again: {staged}")
             roll, texts = Roll(), {}
             for path, file in files.items():
                 of_file = [(family, twin) for family, twin in members if family.path == path]
                 if of_file:
                     texts[path] = select(file, of_file, roll)
-            await self._write(box, paths, texts)
-            run = await self.run(box, paths, files=tuple(texts), written=texts)
-            if run.tampered:
-                reason = roll.named(run.reason).removeprefix(_TAMPERED)
-                return [Finding(suspects[0].nodes[0], reason, tampered=True)]
-            tests, twins = roll.read(run.statuses)
-            seen.append(ConfirmationRun(dict(members), tests, twins))
-            if proves_tampering(suspects, seen):
-                break
-        return findings(suspects, seen)
+            await self._write(box, staged[0], texts)
+            run = await self.run(box, staged[0], files=tuple(texts), written=texts)
+        if run.tampered:
+            return roll.named(run.reason).removeprefix(_TAMPERED)
+        return ConfirmationRun(dict(members), *roll.read(run.statuses))
 
     async def test_files(self, box: Sandbox, paths: RepositoryPaths) -> dict[str, TestFile]:
         """Return the files of tests with twins, as they were when the twins were made."""

@@ -23,13 +23,18 @@ class AlteredTests:
 
     Attributes:
         plain: The tests, without comments, docstrings and messages like the altered ones.
-        altered: The same with one check of each test altered, so that it must fail.
+        altered: Versions of the same files with an altered check in some tests, which must fail: with another expected
+            value, which no reader can tell from the original, and, of tests without a value, with a reversed check.
         names: The altered tests.
+        floor: Reward of the reference solution with the altered tests.
+        live: Whether the tests pass only beside processes that the solution leaves: a server, say.
     """
 
     plain: Mapping[str, str] = field(default_factory=dict)
-    altered: Mapping[str, str] = field(default_factory=dict)
+    altered: tuple[Mapping[str, str], ...] = ()
     names: tuple[str, ...] = ()
+    floor: float = 0.0
+    live: bool = False
 
 
 NO_TESTS: Final = AlteredTests()
@@ -38,26 +43,32 @@ _CACHE: Final = CachedTwins(AlteredTests)
 
 def altered_tests(folder: TaskFolder) -> AlteredTests:
     """Alter the Python tests of a task, each in a check that every passing run reaches."""
-    plain, altered, names = {}, {}, []
+    files: dict[str, TestFile] = {}
+    values: dict[str, dict[str, tuple[Edit, ...]]] = {}
+    reversals: dict[str, dict[str, tuple[Edit, ...]]] = {}
     for path in sorted(folder.tests.rglob("*.py")) if folder.tests.is_dir() else ():
         if not (path.name.startswith("test_") or path.name.endswith("_test.py")):
             continue
         with contextlib.suppress(ValueError, OSError):
             file, where = TestFile(path.name, path.read_text("utf-8")), path.relative_to(folder.tests).as_posix()
-            edits = {test: edit for test in file.tests if (edit := _edits(file, test))}
-            if edits:
-                plain[where] = file.rewrite({test: [(test.rpartition("::")[2], ())] for test in file.tests})
-                altered[where] = file.rewrite(
-                    {test: [(test.rpartition("::")[2], edits.get(test, ()))] for test in file.tests}
-                )
-                names += [f"{where}::{test}" for test in edits]
-    return AlteredTests(plain, altered, tuple(names))
+            for test, function in file.tests.items():
+                options = alterations(function, 1, _RNG, makers=file.makers)
+                value = next((option.twins[0] for option in options if option.kind == "value"), ())
+                if value or (options and options[0].reversal):
+                    files[where] = file
+                    (values if value else reversals).setdefault(where, {})[test] = value or options[0].reversal
 
+    def rewrite(edits: Mapping[str, Mapping[str, tuple[Edit, ...]]]) -> dict[str, str]:
+        return {
+            where: file.rewrite(
+                {test: [(test.rpartition("::")[2], edits.get(where, {}).get(test, ()))] for test in file.tests}
+            )
+            for where, file in files.items()
+        }
 
-def _edits(file: TestFile, test: str) -> tuple[Edit, ...]:
-    options = alterations(file.tests[test], 1, _RNG, makers=file.makers)
-    sure = [option.twins[0] for option in options if option.kind in ("value", "truth")]
-    return sure[0] if sure else options[0].reversal if options else ()
+    versions = tuple(rewrite(edits) for edits in (values, reversals) if edits)
+    names = tuple(f"{where}::{test}" for edits in (values, reversals) for where in edits for test in edits[where])
+    return AlteredTests(rewrite({}), versions, names)
 
 
 def cached_tests(folder: TaskFolder) -> AlteredTests | None:
@@ -71,7 +82,7 @@ def cache_tests(folder: TaskFolder, tests: AlteredTests) -> None:
 
 
 def _key(folder: TaskFolder) -> str:
-    digest = hashlib.sha256(f"{VERSION} {folder.image} {folder.workdir}".encode())
+    digest = hashlib.sha256(f"2 {VERSION} {folder.image} {folder.workdir}".encode())
     for path in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         name, content = path.relative_to(folder.path).as_posix(), path.read_bytes()
         digest.update(f"\n{name} {len(content)}\n".encode() + content)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import math
+import random
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
@@ -20,8 +22,9 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import (
     EnvError,
     RegistryError,
+    SandboxError,
     SandboxFileError,
-    SandboxFileNotFound,
+    SandboxUnavailable,
     TaskError,
     TurnwiseError,
     shown,
@@ -67,7 +70,7 @@ class _Run:
 class TerminalEnv(ToolEnv):
     """Asks for a task in a terminal.
 
-    After the agent ended, the task's tests are copied into its sandbox and run. The score is the reward that they write
+    After the agent ended, the task's tests run in a copy of its sandbox. The score is the reward that they write
     (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 if all tests of their log pass.
 
     Attributes:
@@ -117,17 +120,17 @@ class TerminalEnv(ToolEnv):
         box = self.sandbox
         if box is None:
             raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
-        altered = await self._altered() if self.with_twins else NO_TESTS
-        try:
-            run = await self._run(box, altered.plain)
-            tampered = run.passed and bool(altered.names)
-            # Repeated, so that state left by earlier runs cannot explain the outcome.
-            for texts in (altered.altered, altered.plain, altered.altered):
-                tampered = tampered and (await self._run(box, texts)).passed
-        except SandboxFileNotFound:
-            # The agent removed the folder that it works in.
-            gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds", "tampered"), 0.0)
-            return ScoreParts({"score": 0.0}, gone)
+        tests = await self._altered()
+        if not self.with_twins:
+            tests = replace(NO_TESTS, live=tests.live)
+        run, *contradictory = await self._run_versions(box, [tests.plain, *tests.altered[:1]], live=tests.live)
+        reward = run.reward
+        if contradictory and reward > tests.floor >= contradictory[0].reward:
+            # Once more, so that a guess which tests these are hardly ever holds.
+            versions = [tests.plain, tests.altered[0], tests.altered[-1]]
+            again, *contradictory = await self._run_versions(box, versions, live=tests.live)
+            reward = min(reward, again.reward)
+        tampered = reward > tests.floor and any(other.reward > tests.floor for other in contradictory)
         self.log, self.tests = run.log[-4_000:], run.tests
         passed = sum(status.passes for status in run.tests.values())
         metrics = {
@@ -137,10 +140,41 @@ class TerminalEnv(ToolEnv):
             "test_seconds": run.seconds,
             "tampered": float(tampered),
         }
-        what = f"the tests pass, and also where they expect something else: {', '.join(altered.names)}"
-        return ScoreParts(
-            {"score": 0.0 if tampered else run.reward}, metrics, notes={"tampered": what} if tampered else {}
-        )
+        what = f"the tests pass, and also where they expect something else: {', '.join(tests.names)}"
+        return ScoreParts({"score": 0.0 if tampered else reward}, metrics, notes={"tampered": what} if tampered else {})
+
+    async def _run_versions(self, box: Sandbox, versions: Sequence[Mapping[str, str]], *, live: bool) -> list[_Run]:
+        """Run versions of the tests, given as texts of files that differ from the task's.
+
+        Each runs in a copy of the sandbox, without the agent's processes and at the same time as the others, so that
+        neither what a run leaves nor a clock tells which one it is. Where the agent's files or processes keep them from
+        running, they fail.
+
+        Args:
+            box: The sandbox.
+            versions: The versions.
+            live: Whether they run in the sandbox itself, one after the other in random order.
+        """
+        order = random.SystemRandom().sample(range(len(versions)), len(versions))
+        copies: list[Sandbox] = []
+        try:
+            if live:
+                runs = [await self._run(box, versions[number]) for number in order]
+            else:
+                copies = await self.copy_sandbox(box, len(versions))
+                runs = await asyncio.gather(
+                    *(self._run(fork, versions[number]) for fork, number in zip(copies, order, strict=True))
+                )
+        except SandboxUnavailable:
+            raise
+        except SandboxError as error:
+            # It is the machine's failure where a new sandbox fails, too, which raises.
+            await self.close_sandbox(await self.open_sandbox(_spec(self.folder)))
+            return [_Run(0.0, f"the tests cannot run in the agent's sandbox: {error}", {}, False, 0.0)] * len(versions)
+        finally:
+            for fork in copies:
+                await self.close_sandbox(fork)
+        return [run for _, run in sorted(zip(order, runs, strict=True), key=lambda pair: pair[0])]
 
     async def _run(self, box: Sandbox, texts: Mapping[str, str]) -> _Run:
         """Run the tests.
@@ -168,27 +202,38 @@ class TerminalEnv(ToolEnv):
 
         The reference solution runs in a separate sandbox.
         """
-        cached = cached_tests(self.folder)
-        if cached is not None:
-            return cached
-        tests, solution = altered_tests(self.folder), self.folder.solution
-        if tests.names and solution is not None:
-            box = await self.open_sandbox(_spec(self.folder))
-            try:
-                await box.exec(solution.read_text("utf-8"), timeout=self.test_timeout)
-                runs = [await self._run(box, texts) for texts in (tests.plain, tests.altered, tests.plain)]
-            finally:
-                await self.close_sandbox(box)
-            tests = tests if [run.passed for run in runs] == [True, False, True] else NO_TESTS
-        cache_tests(self.folder, tests if solution is not None else NO_TESTS)
-        return tests if solution is not None else NO_TESTS
+        tests = cached_tests(self.folder)
+        if tests is None:
+            tests = NO_TESTS
+            if self.folder.solution is not None:
+                box = await self.open_sandbox(_spec(self.folder))
+                try:
+                    await box.exec(self.folder.solution.read_text("utf-8"), timeout=self.test_timeout)
+                    tests = await self._validate(box, altered_tests(self.folder))
+                finally:
+                    await self.close_sandbox(box)
+            cache_tests(self.folder, tests)
+        return tests
+
+    async def _validate(self, box: Sandbox, tests: AlteredTests) -> AlteredTests:
+        """Return altered tests with the facts that the solved sandbox ``box`` shows, or none."""
+        for live in (False, True):
+            [run] = await self._run_versions(box, [tests.plain], live=live)
+            if run.passed:
+                break
+        else:
+            return NO_TESTS
+        plain, *altered = await self._run_versions(box, [tests.plain, *tests.altered], live=live)
+        if not altered or not plain.passed or any(run.passed for run in altered):
+            return replace(NO_TESTS, live=live)
+        return replace(tests, floor=max(run.reward for run in altered), live=live)
 
     async def _upload_tests(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
         """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
         fallback = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
         done = await box.exec(_PREPARE.replace("{own}", fallback))
         if not done.ok:
-            raise EnvError(f"{self.folder.name}: its tests cannot be uploaded: {done.text.strip()[-300:]}")
+            raise SandboxFileError(f"no folder for the tests can be made: {done.text.strip()[-300:]}")
         workdir, tests, logs = done.stdout.decode().splitlines()
         if self.folder.tests.is_dir():
             await box.upload(self.folder.tests, tests)
@@ -218,8 +263,15 @@ class TerminalEnv(ToolEnv):
             if error.retryable:
                 raise
             return [str(error)]
-        if not problems and self.with_twins and not (await self._altered()).names:
-            return [Remark("none of its tests is a Python test with a check that can be altered")]
+        if problems or not self.with_twins:
+            return problems
+        tests = await self._altered()
+        if not tests.names:
+            problems.append(Remark("none of its tests is a Python test with a check that can be altered"))
+        if tests.live:
+            problems.append(
+                Remark("its tests need processes that its solution leaves: a process could forge what they see")
+            )
         return problems
 
     def solve(self) -> Solution | None:

@@ -33,6 +33,7 @@ class ToolCallsEnv(Env):
     default_tasks: ClassVar[str] = "turnwise.ext.environments.tool_calls:tasks"
 
     expected: list[tuple[str, Allowed]] | None
+    _over: bool = True
 
     def __init__(self, system: str | None = None) -> None:
         """Set the system prompt.
@@ -48,13 +49,16 @@ class ToolCallsEnv(Env):
         where = f"task {task.id!r}: data"
         self.tools = [_tool(schema, where) for schema in _listed(task.data.get("functions"), f"{where}['functions']")]
         self.expected = None if task.data.get("any_call") else _calls(task.data.get("calls"), f"{where}['calls']")
-        messages = task.messages()
+        messages, self._over = task.messages(), False
         if self._system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system})
         return messages, {}
 
     async def step(self, action: Message) -> StepResult:
         """Note the calls, and end the episode."""
+        if self._over:
+            raise EnvError("tool_calls: no episode runs: call reset() first")
+        self._over = True
         answers: list[Message] = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _NOTED}
             for call in action.get("tool_calls") or ()

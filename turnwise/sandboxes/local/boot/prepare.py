@@ -82,7 +82,8 @@ def mount_stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
         syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     at = plan["at"]
-    syscalls.mount("turnwise", at, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={plan['size']},mode=755")
+    options = f"size={plan['size']},nr_inodes={plan['inodes']},mode=755"
+    syscalls.mount("turnwise", at, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
     make_folders(folders)
     for source, name in plan["binds"]:
         target = os.path.join(at, name)
