@@ -473,9 +473,9 @@ def _figures(summary: Summary) -> dict[str, str]:
         figures[f"success, {name}"] = _success_text(part.success, part)
     for name, role in summary.by_role.items():
         figures[f"success of {name}"] = _success_text(role.success, summary)
-        figures[f"reward of {name}"] = _estimate_text(role.reward)
+        figures[f"reward of {name}"] = estimate_text(role.reward)
     figures |= {
-        "reward": _estimate_text(summary.reward),
+        "reward": estimate_text(summary.reward),
         "turns": f"{summary.turns:.2f}",
         "tokens sampled": f"{summary.sampled_tokens:.1f}",
         "tool calls": str(summary.tool_calls),
@@ -486,19 +486,21 @@ def _figures(summary: Summary) -> dict[str, str]:
             "ways of an episode": f"{search.ways:.2f}",
             "tokens sampled, all ways": f"{search.sampled_tokens:.1f}",
             "tool calls, all ways": str(search.tool_calls),
-            "score of the chosen": _estimate_text(search.score),
-            "success, any way": _estimate_text(search.success_mean),
-            "success, best way": _estimate_text(search.success_best),
-            "reward, any way": _estimate_text(search.reward_mean),
-            "reward, best way": _estimate_text(search.reward_best),
+            "score of the chosen": estimate_text(search.score),
+            "success, any way": estimate_text(search.success_mean),
+            "success, best way": estimate_text(search.success_best),
+            "reward, any way": estimate_text(search.reward_mean),
+            "reward, best way": estimate_text(search.reward_best),
         }
     figures["ended"] = _counts(summary.stop_reasons)
     optional = {"forks": _counts(summary.forks), _FAILED: failed_share(summary.failed, summary.success.episodes)}
     return figures | {name: text for name, text in optional.items() if text != "-"}
 
 
-def _estimate_text(estimate: Estimate) -> str:
-    return "-" if math.isnan(estimate.mean) else str(estimate)
+def estimate_text(estimate: Estimate | Mapping[str, Any]) -> str:
+    """Return an estimate, or one as JSON values, with its error; ``-`` where there were no episodes."""
+    estimate = estimate if isinstance(estimate, Estimate) else Estimate(**estimate)
+    return str(estimate) if estimate.episodes else "-"
 
 
 def failed_share(failed: int, episodes: int) -> str:
@@ -509,15 +511,15 @@ def failed_share(failed: int, episodes: int) -> str:
 def _success_text(success: Estimate, part: Summary) -> str:
     """Return a success rate, with the share of its part's episodes that failed and are not in it."""
     share = failed_share(part.failed, part.success.episodes)
-    return _estimate_text(success) if share == "-" else f"{_estimate_text(success)} ({share} failed)"
+    return estimate_text(success) if share == "-" else f"{estimate_text(success)} ({share} failed)"
 
 
 def _estimate_of_tasks(estimate: Estimate, tasks: int) -> str:
     """Return an estimate, with the number of its tasks where others had too few episodes for it."""
     return (
-        _estimate_text(estimate)
+        estimate_text(estimate)
         if estimate.tasks == tasks
-        else f"{_estimate_text(estimate)} ({estimate.tasks} of {tasks} tasks)"
+        else f"{estimate_text(estimate)} ({estimate.tasks} of {tasks} tasks)"
     )
 
 

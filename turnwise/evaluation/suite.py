@@ -19,7 +19,7 @@ from turnwise.config import ConfigPath, ConfigValues, Section, load_config
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
-from turnwise.evaluation.metrics import failed_share, money, rates_below
+from turnwise.evaluation.metrics import estimate_text, failed_share, money, rates_below
 from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
@@ -214,17 +214,10 @@ def suite_table(rows: list[SuiteRow]) -> Table:
         for mode in ("sampled", "greedy"):
             if (one := row.figures.get(mode)) is not None:
                 failed = failed_share(one["failed"], one["success"]["episodes"])
-                cells = [_estimate(one["success"]), _estimate(one["reward"]), f"{one['turns']:.2f}"]
+                cells = [estimate_text(one["success"]), estimate_text(one["reward"]), f"{one['turns']:.2f}"]
                 cells += [f"{one['sampled_tokens']:.0f}", failed, str(row.figures.get("unfinished", 0)), cost]
                 table.add_row(*names, mode, *cells)
     return table
-
-
-def _estimate(record: Mapping[str, Any]) -> str:
-    if record["mean"] is None:
-        return "-"
-    error = record["stderr"]
-    return f"{record['mean']:.3f}" if error is None else f"{record['mean']:.3f} ± {error:.3f}"
 
 
 def load_suite(path: Path | None, overrides: list[str], defaults: Mapping[str, Any] | None = None) -> SuiteConfig:

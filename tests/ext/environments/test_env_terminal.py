@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,52 @@ async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monke
         assert "can be altered" in remark
         assert isinstance(remark, Remark)
         assert await run_method(env, env.check_task, *tasks(written(tmp_path / "number", **NUMBER))) == []
+        await close_env(env)
+
+
+PROCESS = {
+    **NUMBER,
+    "instruction_dot_md": "Leave a process that runs, and its id in n.txt.\n",
+    "tests__test_n_dot_py": """
+def test_n():
+    with open("n.txt") as file:
+        number = int(file.read())
+    with open(f"/proc/{number}/cmdline") as file:
+        words = file.read().split("\\0")
+    assert words[1] == "1234"
+""",
+    "solution__solve_dot_sh": "setsid sleep 1234 > /dev/null 2>&1 < /dev/null &\necho $! > n.txt\n",
+}
+
+
+async def test_tests_run_beside_processes_only_where_the_solution_leaves_what_they_need(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    [row] = tasks(written(tmp_path / "process", **PROCESS))
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        [remark] = await run_method(env, env.check_task, row)
+        assert "a process could forge what they see" in remark
+        for command, score in ((PROCESS["solution__solve_dot_sh"], 1.0), ("echo 999999 > n.txt", 0.0)):
+            await reset_env(env, row)
+            await env.sandbox.exec(command)
+            assert await score_env(env, None) == {"score": score}
+        await close_env(env)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+async def test_copies_of_a_sandbox_have_its_files_and_none_of_its_processes(processes):
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        box = await env.open_sandbox()
+        await box.exec("echo a > a.txt; setsid sleep 1234 > /dev/null 2>&1 < /dev/null &")
+        # As on E2B, whose forks continue what runs.
+        box.capabilities = replace(box.capabilities, fork_processes=processes)
+        copies = await env.copy_sandbox(box, 2)
+        assert [(await fork.exec("cat a.txt")).stdout for fork in copies] == [b"a\n"] * 2
+        if box.capabilities.processes:
+            assert (await copies[0].exec("grep -la 123[4] /proc/[0-9]*/cmdline")).stdout == b""
         await close_env(env)
 
 

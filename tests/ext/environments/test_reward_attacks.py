@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COUNTS_RUNS = "counts its runs in a temporary file"
 QUICK = (
-    "a process turns reward.txt into a folder and writes reward.json",
+    "a process writes the reward of every other run",
     "a full disk",
     "a pytest that counts its runs",
     COUNTS_RUNS,

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
 import orjson
 from jsonschema import Draft202012Validator
@@ -83,11 +83,9 @@ def normalize(text: str, how: Normalization) -> str:
 
 def check_normalization(how: str, where: str) -> Normalization:
     """Check a normalisation's name and return it. Raises ConfigError."""
-    for name in get_args(Normalization):
-        if how == name:
-            normalization: Normalization = name
-            return normalization
-    raise ConfigError(f"{where}: normalize is {shown(how)}: it must be one of {', '.join(get_args(Normalization))}")
+    if how not in get_args(Normalization):
+        raise ConfigError(f"{where}: normalize is {shown(how)}: it must be one of {', '.join(get_args(Normalization))}")
+    return cast("Normalization", how)
 
 
 def gold_answers(data: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
@@ -199,9 +197,8 @@ class Regex(RewardFunction):
 
     def __call__(self, text: str) -> float:
         """Search, or match the whole text."""
-        if self._whole:
-            return float(self._pattern.fullmatch(text.strip()) is not None)
-        return float(self._pattern.search(text) is not None)
+        match = self._pattern.fullmatch(text.strip()) if self._whole else self._pattern.search(text)
+        return float(match is not None)
 
 
 class JSONSchema(RewardFunction):

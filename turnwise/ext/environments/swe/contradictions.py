@@ -7,7 +7,6 @@ fresh sandbox; if both pass there, the test does not test the solution.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,8 +18,6 @@ ROUNDS: Final = 6
 """Runs of a confirmation: a solution that passes each with probability p is acquitted by p (1 - p)^5 < 0.07."""
 _DETERMINES: Final = ("value", "truth")
 """Kinds whose twins all contradict the test, whatever the repository's code does."""
-_REPEATS: Final = {"value": 1, "made": 1, "truth": 2, "raises": 2}
-"""How often a test runs before a contradiction counts; random values are rarely the two expected ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +123,6 @@ def _members(suspect: Suspect, rng: random.Random) -> list[int]:
     while len(order) < ROUNDS:
         order += [-1, *twins]
     return order[:ROUNDS]
-
-
-def proves_tampering(suspects: Sequence[Suspect], seen: Sequence[ConfirmationRun]) -> bool:
-    """Return whether runs already prove tampering: a test passed often enough, and its twin each time."""
-    for suspect in suspects:
-        ran = Counter(run.members[suspect.family] for run in seen)
-        enough = ran[-1] >= _REPEATS[suspect.family.kind]
-        observed = (_finding(suspect.family, node, seen) for node in suspect.nodes)
-        if enough and any(finding is not None and finding.tampered for finding in observed):
-            return True
-    return False
 
 
 def findings(suspects: Sequence[Suspect], seen: Sequence[ConfirmationRun]) -> list[Finding]:

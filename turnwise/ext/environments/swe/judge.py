@@ -28,7 +28,6 @@ from turnwise.ext.environments.swe.contradictions import (
     Suspect,
     find_suspects,
     findings,
-    proves_tampering,
     rounds,
 )
 from turnwise.ext.environments.swe.logs import Statuses, TestStatus, parser_of
@@ -373,17 +372,14 @@ class Judge:
     ) -> list[Finding]:
         """Run suspected tests and their twins again, each in a fresh sandbox; return the contradictory cases.
 
-        Half of the runs happen at the same time: a solution can neither count them nor tell them apart by a clock.
+        All at the same time: a solution can neither count the runs nor tell them apart by a clock.
         """
-        members, seen = list(rounds(suspects, _RNG)), list[ConfirmationRun]()
-        for half in (members[::2], members[1::2]):
-            for outcome in await asyncio.gather(*(self._confirm_once(files, one, patch, reverse) for one in half)):
-                if isinstance(outcome, str):
-                    return [Finding(suspects[0].nodes[0], outcome, tampered=True)]
-                seen.append(outcome)
-            if proves_tampering(suspects, seen):
-                break
-        return findings(suspects, seen)
+        runs = (self._confirm_once(files, members, patch, reverse) for members in rounds(suspects, _RNG))
+        seen = await asyncio.gather(*runs)
+        complaint = next((run for run in seen if isinstance(run, str)), None)
+        if complaint is not None:
+            return [Finding(suspects[0].nodes[0], complaint, tampered=True)]
+        return findings(suspects, [run for run in seen if isinstance(run, ConfirmationRun)])
 
     async def _confirm_once(
         self, files: Mapping[str, TestFile], members: Sequence[tuple[Family, int]], patch: bytes, reverse: bool
