@@ -21,7 +21,7 @@ from turnwise.envs import ToolEnv as ToolEnv
 from turnwise.envs import make as make
 from turnwise.envs import register as register
 from turnwise.envs import tool_call as tool_call
-from turnwise.envs.gym.to_gymnasium import from_gymnasium as from_gymnasium
+from turnwise.envs.gym.from_gymnasium import from_gymnasium as from_gymnasium
 from turnwise.envs.gym.to_gymnasium import to_gymnasium as to_gymnasium
 from turnwise.envs.rewards import Rubric as Rubric
 from turnwise.errors import AgentError as AgentError

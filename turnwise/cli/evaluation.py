@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +79,8 @@ def evaluate(
     if env is not None and ("," in env or env.endswith((".yaml", ".yml"))):
         _evaluate_suite(env, options, keys, config, fail_under)
         return
-    _fail_below(_evaluate(load_config(EvalConfig, config, [*as_overrides(options), *keys])), fail_under)
+    result = _evaluate(load_config(EvalConfig, config, [*as_overrides(options), *keys]))
+    _fail_below({"": result.to_json()}, fail_under)
 
 
 def _evaluate_suite(
@@ -101,18 +103,22 @@ def _evaluate_suite(
         evaluations = {name: {"rollout": {"env": {"name": name}}} for name in names}
         suite = load_suite(None, defaults, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
     rows = run_suite(suite, _evaluate)
-    failing_rows = [] if fail_under is None else [row for row in rows if row.below(fail_under)]
-    for row in failing_rows:
-        words = f"success of {row.model} on {row.evaluation} is below --fail-under {fail_under:g}"
-        typer.secho(words, fg="red", err=True)
-    if failing_rows or any(row.error is not None for row in rows):
+    _fail_below({f" of {row.model} on {row.evaluation}": row.figures for row in rows}, fail_under)
+    if any(row.error is not None for row in rows):
         raise typer.Exit(1)
 
 
-def _fail_below(result: EvalResult, success: float | None) -> None:
-    shortfalls = {} if success is None else result.below(success)
-    for name, rate in shortfalls.items():
-        typer.secho(f"success, {name}, is {rate:.3f}, below --fail-under {success:g}", fg="red", err=True)
+def _fail_below(results: Mapping[str, Mapping[str, Any]], success: float | None) -> None:
+    """Exit with 1 where a success rate is below a threshold; ``results`` are summaries by what they are of."""
+    from turnwise.evaluation.metrics import rates_below
+
+    shortfalls = [
+        f"success{of}, {name}, is {rate:.3f}, below --fail-under {success:g}"
+        for of, figures in results.items()
+        for name, rate in (() if success is None else rates_below(success, figures).items())
+    ]
+    for shortfall in shortfalls:
+        typer.secho(shortfall, fg="red", err=True)
     if shortfalls:
         raise typer.Exit(1)
 

@@ -55,21 +55,6 @@ class SandboxOwner:
             self.sandbox = opened
         return opened
 
-    async def copy_sandbox(self, sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
-        """Return sandboxes with the files of an open one and none of its processes, closed as those that it opens.
-
-        Raises:
-            SandboxError: It cannot be copied, or a copy did not start.
-        """
-        if sandbox.capabilities.fork_processes:
-            snapshot = await sandbox.snapshot()
-            spec = replace(sandbox.spec, snapshot=snapshot, workspace=None)
-            return [await self.open_sandbox(spec) for _ in range(count)]
-        manager = next(manager for manager, opened in self._in_use if opened is sandbox)
-        copies = await manager.fork(sandbox, count)
-        self._in_use = (*self._in_use, *((manager, fork) for fork in copies))
-        return copies
-
     async def close_sandbox(self, sandbox: Sandbox) -> None:
         """Close a sandbox before the end of the episode."""
         for manager, opened in self._in_use:

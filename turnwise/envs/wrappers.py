@@ -125,18 +125,15 @@ class Wrapper(Env):
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """Forward to the wrapped environment."""
-        messages, info = await reset_env(self.env, task, seed=seed)
-        return messages, info
+        return await reset_env(self.env, task, seed=seed)
 
     async def step(self, action: Message) -> StepResult:
         """Forward to the wrapped environment."""
-        result: StepResult = await step_env(self.env, action)
-        return result
+        return await step_env(self.env, action)
 
     async def call(self, call: ToolCall) -> ToolResponse:
         """Forward a single call; for wrappers around a ToolEnv."""
-        response: ToolResponse = await call_env(self.env, call)
-        return response
+        return await call_env(self.env, call)
 
     async def score(self, final: Message | None) -> Score:
         """Forward to the wrapped environment."""

@@ -409,10 +409,6 @@ class EvalResult:
         optional = ("sampled", "greedy", "left_out", "unfinished", "max_tokens_per_turn", "spent", "ended_by")
         return json_fields(self, optional=optional)
 
-    def below(self, success: float) -> dict[str, float]:
-        """Return the success rates below a threshold, by sampling mode; episodes that failed count as no success."""
-        return rates_below(success, {name: summary.to_json() for name, summary in self.parts.items()})
-
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
         private_directory(folder)
@@ -424,18 +420,15 @@ class EvalResult:
                     file.write(orjson.dumps({"part": name, **row.to_json()}) + b"\n")
 
 
-def rates_below(success: float, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the success rates below a threshold; episodes that failed count as no success.
-
-    Args:
-        success: The threshold.
-        parts: Summaries as JSON values, by name.
-    """
-    rates = {}
-    for name, part in parts.items():
-        mean, episodes = part["success"]["mean"], part["success"]["episodes"]
-        rates[name] = mean * episodes / (episodes + part["failed"]) if episodes else 0.0
-    return {name: rate for name, rate in rates.items() if rate < success - _TOLERANCE}
+def rates_below(success: float, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the success rates of a ``summary.json`` below a threshold; episodes that failed count as no success."""
+    parts = {name: figures[name] for name in ("sampled", "greedy") if name in figures}
+    counts = {name: (part["success"]["episodes"], part["failed"]) for name, part in parts.items()}
+    rates = {
+        name: parts[name]["success"]["mean"] * episodes / (episodes + failed) if episodes else 0.0
+        for name, (episodes, failed) in counts.items()
+    }
+    return {name: rate for name, rate in (rates or {"of no episodes": 0.0}).items() if rate < success - _TOLERANCE}
 
 
 def result_table(result: EvalResult, title: str = "") -> Table:

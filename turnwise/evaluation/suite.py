@@ -19,7 +19,7 @@ from turnwise.config import ConfigPath, ConfigValues, Section, load_config
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
-from turnwise.evaluation.metrics import estimate_text, failed_share, money, rates_below
+from turnwise.evaluation.metrics import estimate_text, failed_share, money
 from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
@@ -71,11 +71,6 @@ class SuiteRow:
     def to_json(self) -> dict[str, Any]:
         """Return names, error and figures as JSON values."""
         return {"evaluation": self.evaluation, "model": self.model, "error": self.error, **self.figures}
-
-    def below(self, success: float) -> bool:
-        """Whether success, sampled or greedy, is below a threshold or unknown; see ``rates_below``."""
-        parts = {name: self.figures[name] for name in ("sampled", "greedy") if name in self.figures}
-        return not parts or bool(rates_below(success, parts))
 
 
 def suite_parts(suite: SuiteConfig) -> list[SuitePart]:

@@ -12,7 +12,7 @@ import yaml
 
 from support.doc_pages import blocks, section
 from turnwise.envs import wrappers
-from turnwise.envs.gym.to_gymnasium import from_gymnasium
+from turnwise.envs.gym.from_gymnasium import from_gymnasium
 from turnwise.ext.checks.commands import check_env as check_env_command
 from turnwise.ext.checks.environment import check_env
 from turnwise.ext.checks.environment.core import CHECKS

@@ -15,9 +15,8 @@ from gymnasium import spaces
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, close_env, make, reset_env, schemas, step_env
-from turnwise.envs.gym.from_gymnasium import _action_value
+from turnwise.envs.gym.from_gymnasium import _action_value, from_gymnasium
 from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text
-from turnwise.envs.gym.to_gymnasium import from_gymnasium
 from turnwise.errors import ConfigError, EnvError, ToolError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig

@@ -13,6 +13,7 @@ from rich.console import Console
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, InferenceError, RegistryError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig, TokenPrices
+from turnwise.evaluation.metrics import rates_below
 from turnwise.evaluation.spending import Spending, prompt_tokens
 from turnwise.evaluation.suite import SUITE_FILE, SuiteConfig, load_suite, run_suite, suite_parts
 from turnwise.trajectory import Segment, Trajectory
@@ -112,13 +113,13 @@ def test_complete_parts_are_skipped_and_failed_parts_stop_no_other(folder: Path)
     assert evaluated == ["table--small", "table--served", "guess--small", "guess--served"]
     assert [row.error for row in rows] == [None, "nothing listens there", None, None]
     assert "0.500 ± 0.100" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert [row.below(0.4) for row in rows] == [False, True, False, False]
+    assert [bool(rates_below(0.4, row.figures)) for row in rows] == [False, True, False, False]
     rows = run_suite(suite, evaluate, console=quiet())
     assert evaluated[4:] == ["table--served"]
     saved = orjson.loads((folder / "results" / SUITE_FILE).read_bytes())
     assert [(row["evaluation"], row["model"], row["error"]) for row in saved][1] == ("table", "served", None)
-    assert all(not row.below(0.5) for row in rows)
-    assert all(row.below(0.6) for row in rows)
+    assert all(not rates_below(0.5, row.figures) for row in rows)
+    assert all(rates_below(0.6, row.figures) for row in rows)
 
 
 def test_results_of_other_settings_are_not_taken_for_those_of_a_changed_suite(folder: Path) -> None:

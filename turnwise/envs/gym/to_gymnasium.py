@@ -13,7 +13,6 @@ import gymnasium
 import orjson
 
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
-from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
 from turnwise.envs.results import transcript
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
@@ -153,16 +152,6 @@ def as_message(action: Any) -> Message:
         message["tool_calls"] = tool_calls
     return message
 
-
-__all__ = [
-    "ActionSpace",
-    "GymnasiumAdapter",
-    "GymnasiumEnv",
-    "GymnasiumToolEnv",
-    "ObservationSpace",
-    "from_gymnasium",
-    "to_gymnasium",
-]
 
 T = TypeVar("T")
 

@@ -162,11 +162,10 @@ class Verdicts:
             except EndpointError as error:
                 if not self._may_drop or error.status not in _REFUSED_FORM:
                     raise
-            answer = await self._endpoint.post("/chat/completions", body)
-            # It was the form that the server refused: the same request without it went through.
-            self._structured = False
-            return self._read_reply(answer)
-        return self._read_reply(await self._endpoint.post("/chat/completions", body))
+        answer = await self._endpoint.post("/chat/completions", body)
+        # Where it had a form, the server refused that: the same request without it went through.
+        self._structured = False
+        return self._read_reply(answer)
 
     def _read_reply(self, answer: Any) -> _Reply:
         try:

@@ -88,6 +88,6 @@ def describe(function: Any) -> str:
     """Return a function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
-        return f"{module_label(function.__module__)}:{function.__qualname__}"
-    return f"{module_label(type(function).__module__)}:{type(function).__qualname__}"
+    has_name = isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type))
+    named = function if has_name else type(function)
+    return f"{module_label(named.__module__)}:{named.__qualname__}"

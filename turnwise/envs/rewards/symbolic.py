@@ -71,7 +71,8 @@ class Symbolic(RewardFunction):
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         """Compare the answer."""
-        gold = [_gold(column_value) for column_value in gold_answers(data, self._column, "symbolic")]
+        answers = map(str, gold_answers(data, self._column, "symbolic"))
+        gold = [extract_answer(text_of_gold, "hash") or text_of_gold for text_of_gold in answers]
         answer = self._answer(text)
         if not answer:
             return 0.0, {"undecided": 0.0}
@@ -97,11 +98,6 @@ class Symbolic(RewardFunction):
             # LaTeX after #### is bare, and math-verify parses it between delimiters only.
             hashed = f"${hashed}$"
         return (hashed or text)[-_MOST_CHARACTERS:]
-
-
-def _gold(value: Any) -> str:
-    text = str(value)
-    return extract_answer(text, "hash") or text
 
 
 class _Pool:

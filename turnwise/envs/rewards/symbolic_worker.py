@@ -52,24 +52,17 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
 
 def _is_consistent(attempt: Any, gold: list[Any], verify: Any) -> bool:
     """Whether an answer is no chain of equations of which one does not hold: of ``1 = 2`` the last side would count."""
-    from sympy import And, Derivative, Eq, Limit, Number
-    from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy import And, Eq, Number
     from sympy.core.function import AppliedUndef
     from sympy.core.relational import Relational
 
-    unknown = (AppliedUndef, ExprWithLimits, Limit, Derivative)
-    answer = attempt[0]
-    equations = answer.args if isinstance(answer, And) else (answer,)
-    if any(isinstance(right, Relational) for right in gold):
+    equations = attempt[0].args if isinstance(attempt[0], And) else attempt[:1]
+    if any(isinstance(right, Relational) for right in gold) or not all(isinstance(part, Eq) for part in equations):
         # Of an equation that cannot be parsed, the last number would count.
-        return not isinstance(answer, Number) or "=" not in str(attempt[-1])
-    if not all(isinstance(equation, Eq) for equation in equations):
-        return True
+        return not (isinstance(attempt[0], Number) and "=" in str(attempt[-1]))
     *sides, last = equations[0].lhs, *(equation.rhs for equation in equations)
-    return all(
-        side.free_symbols - last.free_symbols or side.has(*unknown) or verify([side], [last], timeout_seconds=0)
-        for side in sides
-    )
+    defined = [side.free_symbols - last.free_symbols or side.atoms(AppliedUndef) for side in sides]
+    return all(new or verify([side], [last], timeout_seconds=0) for new, side in zip(defined, sides, strict=True))
 
 
 def _parse_gold(parse: Any, text: str) -> Any:

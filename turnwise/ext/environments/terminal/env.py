@@ -176,6 +176,21 @@ class TerminalEnv(ToolEnv):
                 await self.close_sandbox(fork)
         return [run for _, run in sorted(zip(order, runs, strict=True), key=lambda pair: pair[0])]
 
+    async def copy_sandbox(self, sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
+        """Return sandboxes with the files of an open one and none of its processes, closed as those that it opens.
+
+        Raises:
+            SandboxError: It cannot be copied, or a copy did not start.
+        """
+        if sandbox.capabilities.fork_processes:
+            snapshot = await sandbox.snapshot()
+            spec = replace(sandbox.spec, snapshot=snapshot, workspace=None)
+            return [await self.open_sandbox(spec) for _ in range(count)]
+        manager = next(manager for manager, opened in self._in_use if opened is sandbox)
+        copies = await manager.fork(sandbox, count)
+        self._in_use = (*self._in_use, *((manager, fork) for fork in copies))
+        return copies
+
     async def _run(self, box: Sandbox, texts: Mapping[str, str]) -> _Run:
         """Run the tests.
 
