@@ -124,8 +124,7 @@ def _borders(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 def _state(component: Any) -> dict[str, Any]:
     """Return the configuration of a tokenizer's component."""
-    state: dict[str, Any] = {} if component is None else json.loads(component.__getstate__())
-    return state
+    return {} if component is None else json.loads(component.__getstate__())
 
 
 def _keeps_all(state: Mapping[str, Any]) -> bool:

@@ -252,8 +252,7 @@ class Classifier:
             return outputs
         values = torch.tensor(outputs, dtype=torch.float64)
         is_independent = self.labels == 1 or self.problem_type == "multi_label_classification"
-        activated: list[list[float]] = (values.sigmoid() if is_independent else values.softmax(-1)).tolist()
-        return activated
+        return (values.sigmoid() if is_independent else values.softmax(-1)).tolist()
 
     def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return raw outputs, one number per label for each input, independent of the batch (right-padded, masked)."""

@@ -137,8 +137,7 @@ class Wrapper(Env):
 
     async def score(self, final: Message | None) -> Score:
         """Forward to the wrapped environment."""
-        parts: ScoreParts = await score_env(self.env, final)
-        return parts
+        return await score_env(self.env, final)
 
     def solve(self) -> Solution | AsyncSolution | None:
         """Forward to the wrapped environment."""

@@ -273,13 +273,12 @@ def comparison_table(comparison: Comparison, names: tuple[str, str], *, limit: i
     table.add_column(f"{comparison.metric}, {comparison.part}")
     for name in (*names, "difference"):
         table.add_column(Text(name), justify="right", overflow="fold")
-    low, high = comparison.interval
     equal = comparison.tasks - comparison.better - comparison.worse
     p_value = f"{comparison.p_value:.4f}" if comparison.p_value >= 1e-4 else "< 0.0001"
     figures = (f"{comparison.before:.3f}", f"{comparison.after:.3f}")
     difference = Text(f"{comparison.difference:+.3f}", style="bold")
     table.add_row(Text(f"{comparison.tasks} common tasks", style="bold"), *figures, difference)
-    table.add_row("95 % interval", "", "", f"{low:+.3f} to {high:+.3f}")
+    table.add_row("95 % interval", "", "", " to ".join(f"{bound:+.3f}" for bound in comparison.interval))
     table.add_row("p (paired permutation test)", "", "", p_value)
     table.add_row("tasks better, worse, equal", "", "", f"{comparison.better}, {comparison.worse}, {equal}")
     if comparison.only_before or comparison.only_after:

@@ -422,13 +422,12 @@ class EvalResult:
 
 def rates_below(success: float, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the success rates of a ``summary.json`` below a threshold; episodes that failed count as no success."""
-    parts = {name: figures[name] for name in ("sampled", "greedy") if name in figures}
-    counts = {name: (part["success"]["episodes"], part["failed"]) for name, part in parts.items()}
-    rates = {
-        name: parts[name]["success"]["mean"] * episodes / (episodes + failed) if episodes else 0.0
-        for name, (episodes, failed) in counts.items()
-    }
-    return {name: rate for name, rate in (rates or {"of no episodes": 0.0}).items() if rate < success - _TOLERANCE}
+    rates = {} if figures.keys() & {"sampled", "greedy"} else {"of no episodes": 0.0}
+    for name in ("sampled", "greedy"):
+        if (part := figures.get(name)) is not None:
+            episodes = part["success"]["episodes"]
+            rates[name] = part["success"]["mean"] * episodes / (episodes + part["failed"]) if episodes else 0.0
+    return {name: rate for name, rate in rates.items() if rate < success - _TOLERANCE}
 
 
 def result_table(result: EvalResult, title: str = "") -> Table:

@@ -30,8 +30,7 @@ from turnwise.types import ToolSchema
 
 def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
     """Return the validator class of a schema's ``$schema``, by default draft 2020-12."""
-    validator: type[Validator] = validator_for(schema, default=Draft202012Validator)
-    return validator
+    return validator_for(schema, default=Draft202012Validator)
 
 
 def validator_of(schema: Mapping[str, Any]) -> Validator:

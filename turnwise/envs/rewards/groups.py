@@ -44,9 +44,7 @@ def centred_ranks(values: Sequence[float]) -> list[float]:
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory's last branch."""
-    if not trajectory.segments:
-        return []
-    path = trajectory.path(len(trajectory.segments) - 1)
+    path = trajectory.path(len(trajectory.segments) - 1) if trajectory.segments else ()
     return [_message(message) for segment in path for message in messages_of(segment)]
 
 

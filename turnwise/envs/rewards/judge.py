@@ -178,8 +178,7 @@ class Verdicts:
 
     def _key(self, question: str) -> str:
         identity = [self._endpoint.name, self._body, self._schema, question]
-        text = orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
+        return hashlib.blake2b(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
     def _keep(self, key: str, verdict: Verdict) -> None:
         self._cache[key] = verdict

@@ -450,9 +450,8 @@ class Numeric(RewardFunction):
 
     def _equal(self, answer: Number, gold: Number) -> bool:
         limit = max(self._tolerance, self._relative * abs(gold.value))
-        if gold.percent and not answer.percent:
-            return abs(answer.value - gold.value) <= limit or abs(100 * answer.value - gold.value) <= limit
-        return abs(answer.value - gold.value) <= limit
+        readings = (1, 100) if gold.percent and not answer.percent else (1,)
+        return any(abs(factor * answer.value - gold.value) <= limit for factor in readings)
 
 
 def _marked(text: str) -> Number | None:

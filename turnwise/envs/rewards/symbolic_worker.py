@@ -42,9 +42,8 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
         if unreadable:
             return {"verdict": "gold", "text": unreadable[0]}
         attempt = parse(answer, parsing_timeout=0)
-        if attempt and not _is_consistent(attempt, [parsed[0] for _, parsed in right], verify):
-            return {"verdict": "different", "found": True}
         equal = any(verify(parsed, attempt, timeout_seconds=0) for _, parsed in right)
+        equal = equal and _is_consistent(attempt, [parsed[0] for _, parsed in right], verify)
         return {"verdict": "equal" if equal else "different", "found": bool(attempt)}
     except (MemoryError, RecursionError, OverflowError) as error:
         return {"verdict": "undecided", "text": type(error).__name__}
