@@ -423,6 +423,15 @@ def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
     return merged
 
 
+def differences(key: str, saved: Any, current: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys below ``key`` in which two nested values differ, each with both values."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        for name in (*saved, *(added for added in current if added not in saved)):
+            yield from differences(f"{key}.{name}" if key else name, saved.get(name), current.get(name))
+    elif saved != current:
+        yield key, saved, current
+
+
 def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None:
     dotted, equals, value_text = text.partition("=")
     names = [name for name in re.split(r"\.|\[(?=\d+\])|\](?=\.|\[|$)", dotted.strip()) if name]

@@ -540,6 +540,20 @@ def located_trajectories(path: Path, offset: int = 0) -> Iterator[tuple[RecordLo
         yield from _Records(file.fileno(), path).trajectories(offset)
 
 
+def effective_trajectories(path: Path) -> Iterator[tuple[RecordLocation, Trajectory]]:
+    """Yield what :func:`located_trajectories` does, without episodes of evaluations that a later process repeated.
+
+    The id of such a group begins with the number of the process. Raises FormatError.
+    """
+    with TrajectoryFile(path) as file:
+        names = (entry.group_id.partition("-") for entry in file.entries)
+        newest = {key: part for part, _, key in names if part.isdecimal() and key.startswith("val-")}
+    for location, trajectory in located_trajectories(path):
+        part, _, key = trajectory.group_id.partition("-")
+        if newest.get(key, part) == part:
+            yield location, trajectory
+
+
 def trajectory_at(path: Path, offset: int) -> Trajectory:
     """Return the trajectory of the record at an offset, without the index. Raises FormatError."""
     with path.open("rb") as file:

@@ -140,7 +140,7 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
         done = run(tmp_path, *arguments, *less.get(command[0], ()))
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         if command[0] == "train":
-            assert "success at the first evaluation: sampled" in done.stdout + done.stderr
+            assert "at the first evaluation: sampled success" in done.stdout + done.stderr
             assert "step_000001 is the trained model" in done.stdout + done.stderr
     trained = tmp_path / "runs" / "dice"
     assert (trained / "checkpoints" / "step_000001").is_dir()

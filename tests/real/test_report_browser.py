@@ -99,7 +99,7 @@ def small_run(folder: Path, solved: int) -> Path:
     ]
     warning = {"kind": "warning", "step": 4, "name": "entropy", "text": "the entropy fell by half in one step"}
     write_metrics(folder, *steps, warning)
-    (folder / "config.yaml").write_text("name: small\nhosted:\n  api_key: sk-very-secret\n")
+    (folder / "config.yaml").write_text("name: small\nhosted:\n  api_key: sk-very-secret\n  model: hosted-1\n")
     return folder
 
 
@@ -135,6 +135,12 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     overview = await browser.run("return page.innerText('main')")
     assert "the entropy fell by half" in overview
     assert "before" in overview
+    assert "trains hosted-1" in overview
+    # The axis of zeros alone, and that of other values.
+    assert await browser.run("return page.evaluate(() => linearRange(null, 0, 0))") == [0, 1]
+    low, high = await browser.run("return page.evaluate(() => linearRange(null, 0.25, 0.75))")
+    assert low < 0.25
+    assert 0.75 < high < 1
     assert "sk-very-secret" not in await browser.run("return page.content()")
     # Filters and order.
     await do(browser, "await page.keyboard.press('4'); await page.waitForURL(/trajectories/)")

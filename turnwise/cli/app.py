@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import typer
 
 from turnwise.append_file import raise_file_limit
-from turnwise.cli import envs, evaluation, runs, serve, start, train
+from turnwise.cli import envs, evaluation, runs, serve, train
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
@@ -34,8 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("init")(start.init)
-app.command("make-model")(start.make_model)
+app.command("demos")(train.demos)
+app.command("make-model")(train.make_model)
 app.command("train")(train.train)
 app.command("submit")(train.submit)
 app.command("plan")(train.plan)

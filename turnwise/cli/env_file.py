@@ -1,4 +1,4 @@
-"""The command line of an environment's file: ``python env.py check|make-model|eval|train|view|report``."""
+"""The command line of an environment's file: ``python env.py check|demos|make-model|eval|train|view|report``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from turnwise.trajectory_file import TRAJECTORIES
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...
 
   check                check this environment for problems (turnwise check-env)
+  demos  FILE          write what its solve() does as rows of turnwise sft (turnwise demos)
   make-model DIR       make a small model from its solve(), to evaluate and train (turnwise make-model)
   eval   --model DIR   evaluate a model on this environment (turnwise eval)
   train  --model DIR   train a model on it (turnwise train); the same command resumes after an interrupt
@@ -59,8 +60,8 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
         turnwise([command, *rest])
     elif command == "make-model":
         turnwise(["make-model", *rest, "--env", reference])
-    elif command == "check":
-        turnwise(["check-env", reference, *rest])
+    elif command in ("check", "demos"):
+        turnwise(["check-env" if command == "check" else command, reference, *rest])
     else:
         print(f"unknown command {command!r}\n{_USAGE.format(file=file.name)}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

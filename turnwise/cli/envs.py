@@ -43,6 +43,7 @@ def envs(
 
     from turnwise.envs.catalogue import catalogue
     from turnwise.envs.registration import env_prefixes
+    from turnwise.evaluation.metrics import print_table
 
     infos = catalogue()
     if as_json:
@@ -56,7 +57,7 @@ def envs(
         tasks = "-" if info.tasks is None else info.tasks.removeprefix("turnwise.ext.environments.")
         table.add_row(Text(info.name, style="bold"), summary, Text(_shortened(info.tools)), Text(tasks))
     console = Console()
-    console.print(table)
+    print_table(console, table)
     prefixes = ", ".join(f"{prefix}:NAME" for prefix in env_prefixes())
     console.print(f"of other frameworks: {prefixes}", style="dim", highlight=False, soft_wrap=True)
     console.print("any other: pkg.module:Class or path/to/file.py:Class", style="dim", highlight=False)

@@ -70,7 +70,10 @@ def timeline(
 def compare(
     before: Annotated[Path, typer.Argument(help="Directory of an evaluation.", show_default=False)],
     after: Annotated[Path, typer.Argument(help="Directory of another one on the same tasks.", show_default=False)],
-    metric: Annotated[Literal["success", "reward"], typer.Option("--metric", help="What is compared.")] = "success",
+    metric: Annotated[
+        Literal["success", "reward"] | None,
+        typer.Option("--metric", help="What is compared; by default both, as JSON success.", show_default=False),
+    ] = None,
     part: Annotated[
         Literal["sampled", "greedy"] | None,
         typer.Option("--part", help="Sampled or greedy episodes; by default sampled ones, if any."),
@@ -82,12 +85,17 @@ def compare(
     from rich.console import Console
 
     from turnwise.evaluation.comparison import compare, comparison_table, read_scores
+    from turnwise.evaluation.metrics import print_table
 
-    result = compare(*(read_scores(folder, metric=metric, part=part) for folder in (before, after)))
+    comparisons = [
+        compare(*(read_scores(folder, metric=name, part=part) for folder in (before, after)))
+        for name in (("success", "reward") if metric is None else (metric,))
+    ]
     if as_json:
-        typer.echo(json.dumps(result.to_json()))
+        typer.echo(json.dumps(comparisons[0].to_json()))
         return
-    Console().print(comparison_table(result, (str(before), str(after)), limit=number))
+    for comparison in comparisons:
+        print_table(Console(), comparison_table(comparison, (str(before), str(after)), limit=number))
 
 
 def rescore(
@@ -110,9 +118,9 @@ def rescore(
     """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
     from rich.console import Console
 
-    from turnwise.evaluation.metrics import result_table
+    from turnwise.evaluation.metrics import print_table, result_table
     from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 
     result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
-    Console().print(result_table(result, f"{source} by {scorer}"))
+    print_table(Console(), result_table(result, f"{source} by {scorer}"))
     typer.echo(f"written to {out}")

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from turnwise.errors import FormatError
 from turnwise.evaluation.directory import success_rule
+from turnwise.evaluation.estimates import json_fields, natural_order
 from turnwise.evaluation.metrics import failed_share
 
 METRICS = ("success", "reward")
@@ -60,7 +61,7 @@ class TaskScores:
 class Change:
     """A task that one evaluation solved in at least half of its episodes and the other did not."""
 
-    task_id: str
+    task: str
     before: float
     after: float
 
@@ -109,12 +110,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name in ("gained", "lost"):
-            record[name] = [{"task": one.task_id, "before": one.before, "after": one.after} for one in record[name]]
-        for name in ("interval", "episodes", "failed", "unfinished"):
-            record[name] = list(record[name])
-        return record
+        return json_fields(self)
 
 
 def read_scores(folder: Path, *, metric: str = "success", part: str | None = None) -> TaskScores:
@@ -180,7 +176,7 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
             f"{thresholds[1]:g} (success_reward): compare their rewards with --metric reward, or rescore one "
             "with the other's"
         )
-    tasks = sorted(before.means.keys() & after.means.keys())
+    tasks = sorted(before.means.keys() & after.means.keys(), key=natural_order)
     if not tasks:
         raise FormatError(
             f"{before.name} and {after.name} have no common tasks (such as {next(iter(before.means))!r} and "
@@ -212,7 +208,7 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
 
 
 def _solved_and_lost(changes: Sequence[Change]) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    changes = sorted(changes, key=lambda change: (-abs(change.after - change.before), change.task_id))
+    changes = sorted(changes, key=lambda change: (-abs(change.after - change.before), natural_order(change.task)))
     gained = tuple(change for change in changes if change.before < 0.5 <= change.after)
     return gained, tuple(change for change in changes if change.after < 0.5 <= change.before)
 
@@ -295,7 +291,7 @@ def comparison_table(comparison: Comparison, names: tuple[str, str], *, limit: i
     ):
         for change in changes[:limit]:
             cells = [f"{change.before:.2f}", f"{change.after:.2f}", f"{change.after - change.before:+.2f}"]
-            table.add_row(Text(f"{title}: {change.task_id}", style=style), *cells)
+            table.add_row(Text(f"{title}: {change.task}", style=style), *cells)
         if len(changes) > limit:
             table.add_row(Text(f"{title}: {len(changes) - limit} more", style=style), "", "", "")
     return table

@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from turnwise.append_file import lock_directory
-from turnwise.config import dump_config, read_yaml
+from turnwise.config import differences, dump_config, read_yaml
 from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
@@ -116,18 +116,7 @@ def _differing_keys(file: Path, config: EvalConfig) -> list[str]:
             for section in sections:
                 config_copy = config_copy.get(section) or {}
             config_copy.pop(key, None)
-    first, second = (_flatten(config_copy) for config_copy in configs)
-    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return sorted(key for key, _, _ in differences("", *configs))
 
 
 def success_rule(folder: Path) -> tuple[float, str | None]:

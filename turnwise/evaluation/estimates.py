@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +24,23 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.mean:.3f}" if self.stderr is None else f"{self.mean:.3f} ± {self.stderr:.3f}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return json_fields(self)
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a key by which ``rows-2`` sorts before ``rows-10``."""
+    parts = re.split(r"(\d+)", name)
+    return [(len(part) if index % 2 else 0, part) for index, part in enumerate(parts)]
 
 
-def json_fields(figures: Any, *, optional: Collection[str] = (), without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass of figures as JSON values.
+_WITHOUT_EMPTY: Final = frozenset({
+    "sampled", "greedy", "left_out", "unfinished", "max_tokens_per_turn", "spent", "ended_by", "maj_at", "search",
+    "by_source", "by_tag", "by_role",
+})  # fmt: skip
 
-    Args:
-        figures: The dataclass; nested ones have a ``to_json``.
-        optional: Fields that are left out where they are empty.
-        without: Fields that are left out.
-    """
-    values = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name not in without}
-    return {name: _json_value(value) for name, value in values.items() if value or name not in optional}
+
+def json_fields(figures: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass of figures as JSON values, without rows, and without parts that are empty."""
+    values = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "rows"}
+    return {name: _json_value(value) for name, value in values.items() if value or name not in _WITHOUT_EMPTY}
 
 
 def _json_value(value: Any) -> Any:
@@ -45,7 +48,7 @@ def _json_value(value: Any) -> Any:
         return {str(key): _json_value(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_json_value(entry) for entry in value]
-    return value.to_json() if is_dataclass(type(value)) else value
+    return json_fields(value) if is_dataclass(type(value)) else value
 
 
 def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:

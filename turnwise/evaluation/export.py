@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
 from turnwise.recorder.branches import branch_trajectories, selected_branch
 from turnwise.trajectory import Trajectory, messages_of
-from turnwise.trajectory_file import read_trajectories
+from turnwise.trajectory_file import effective_trajectories
 
 Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")
@@ -128,7 +128,7 @@ def branches(file: Path, *, selected_only: bool = False) -> Iterator[Trajectory]
         file: The trajectories.
         selected_only: Whether to yield the selected branch alone of searched ones.
     """
-    for trajectory in read_trajectories(file):
+    for _, trajectory in effective_trajectories(file):
         if selected_only and trajectory.search is not None:
             yield selected_branch(trajectory)
         else:
@@ -192,7 +192,7 @@ def _write_lines(rows: Iterable[dict[str, Any]], file: Path) -> int:
 
 
 def _write_dataset(rows: Iterable[dict[str, Any]], folder: Path) -> int:
-    """Write a parquet file a partition. Messages differ in their fields, so each is a column of JSON text's rows."""
+    """Write a parquet file a partition, the split of ``datasets``. Nested values of changing fields are JSON text."""
     arrow, parquet = _pyarrow()
     schema = arrow.schema([(name, arrow.string()) for name in _TEXTS] + [
         ("branch", arrow.int64()), ("reward", arrow.float64()), ("rewards", arrow.string()), ("tools", arrow.string()),
@@ -203,7 +203,6 @@ def _write_dataset(rows: Iterable[dict[str, Any]], folder: Path) -> int:
         by_partition[row["partition"]].append(_flat(row))
     if by_partition:
         (folder / "data").mkdir(parents=True)
-        (folder / "README.md").write_text(_card({name: len(part) for name, part in by_partition.items()}))
     for name, part in by_partition.items():
         file = folder / "data" / f"{name}-00000-of-00001.parquet"
         parquet.write_table(arrow.Table.from_pylist(part, schema=schema), file)
@@ -223,16 +222,6 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
         for message in row["messages"]
     ]
     return row | {"rewards": _text(row["rewards"]), "tools": _text(row["tools"]), "messages": messages}
-
-
-def _card(counts: Mapping[str, int]) -> str:
-    files = "".join(f"  - split: {name}\n    path: data/{name}-*.parquet\n" for name in counts)
-    listing = ", ".join(f"{count} in `{name}`" for name, count in counts.items())
-    return (
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n\n"
-        f"Conversations recorded by Turnwise: {listing}. `messages` are in OpenAI's form; their `tool_calls` and "
-        "contents of parts, and `tools` and `rewards`, are JSON text.\n"
-    )
 
 
 def _write_csv(tables: RunTables, partition: str | None, file: Path) -> int:

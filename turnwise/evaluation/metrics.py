@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import orjson
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +26,7 @@ from turnwise.evaluation.estimates import (
     clustered_mean,
     json_fields,
     maj_at_k,
+    natural_order,
     pass_all_k,
     pass_at_k,
 )
@@ -85,7 +88,7 @@ class EpisodeRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return json_fields(self, optional=("search",))
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +98,6 @@ class RoleSummary:
     success: Estimate
     reward: Estimate
     turns: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the metrics (not the rows) as JSON values."""
-        return json_fields(self, without=("rows",), optional=("maj_at", "search", "by_source", "by_tag", "by_role"))
+        return json_fields(self)
 
 
 def episode_rows(
@@ -286,7 +285,7 @@ def summarize(
     return replace(
         part(failed),
         by_source={name: part(keys) for name, keys in sorted(sources.items())},
-        by_tag={tag: part(keys) for tag, keys in sorted(labels.items())},
+        by_tag={tag: part(keys) for tag, keys in sorted(labels.items(), key=lambda entry: natural_order(entry[0]))},
         by_role=_by_role(rows, success_reward),
     )
 
@@ -406,8 +405,7 @@ class EvalResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (not the rows)."""
-        optional = ("sampled", "greedy", "left_out", "unfinished", "max_tokens_per_turn", "spent", "ended_by")
-        return json_fields(self, optional=optional)
+        return json_fields(self)
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
@@ -428,6 +426,24 @@ def rates_below(success: float, figures: Mapping[str, Any]) -> dict[str, float]:
             episodes = part["success"]["episodes"]
             rates[name] = part["success"]["mean"] * episodes / (episodes + part["failed"]) if episodes else 0.0
     return {name: rate for name, rate in rates.items() if rate < success - _TOLERANCE}
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table: within the terminal's width, or that of ``COLUMNS``; in a file at its full width."""
+    width = console.width
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(width, 1000)
+    console.print(table)
+    console.width = width
+
+
+def success_and_reward(figures: Mapping[str, Any]) -> str:
+    """Return success rate and mean reward of :meth:`EvalResult.to_json`, by sampling mode."""
+    parts = {name: figures[name] for name in ("sampled", "greedy") if name in figures}
+    return "; ".join(
+        f"{name} success {estimate_text(part['success'])}, reward {estimate_text(part['reward'])}"
+        for name, part in parts.items()
+    )
 
 
 def result_table(result: EvalResult, title: str = "") -> Table:
@@ -457,17 +473,17 @@ _FAILED = "failed, not counted"
 def _figures(summary: Summary) -> dict[str, str]:
     """Return the figures of a table's column by the names of its rows."""
     figures = {"tasks": str(summary.tasks), "episodes": str(summary.success.episodes)}
-    figures["success"] = _success_text(summary.success, summary)
+    figures |= {"success": _success_text(summary.success, summary), "reward": estimate_text(summary.reward)}
     marks = {"pass@": summary.pass_at, "pass^": summary.pass_all, "best@": summary.best_at, "maj@": summary.maj_at}
     for mark, by_k in marks.items():
         figures |= {f"{mark}{k}": _estimate_of_tasks(estimate, summary.tasks) for k, estimate in by_k.items()}
     for name, part in (*summary.by_source.items(), *summary.by_tag.items()):
         figures[f"success, {name}"] = _success_text(part.success, part)
+        figures[f"reward, {name}"] = estimate_text(part.reward)
     for name, role in summary.by_role.items():
         figures[f"success of {name}"] = _success_text(role.success, summary)
         figures[f"reward of {name}"] = estimate_text(role.reward)
     figures |= {
-        "reward": estimate_text(summary.reward),
         "turns": f"{summary.turns:.2f}",
         "tokens sampled": f"{summary.sampled_tokens:.1f}",
         "tool calls": str(summary.tool_calls),
@@ -508,11 +524,8 @@ def _success_text(success: Estimate, part: Summary) -> str:
 
 def _estimate_of_tasks(estimate: Estimate, tasks: int) -> str:
     """Return an estimate, with the number of its tasks where others had too few episodes for it."""
-    return (
-        estimate_text(estimate)
-        if estimate.tasks == tasks
-        else f"{estimate_text(estimate)} ({estimate.tasks} of {tasks} tasks)"
-    )
+    text = estimate_text(estimate)
+    return text if estimate.tasks == tasks else f"{text} ({estimate.tasks} of {tasks} tasks)"
 
 
 def money(amount: float) -> str:

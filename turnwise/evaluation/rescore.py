@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import orjson
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from turnwise.append_file import lock_directory, write_private
 from turnwise.config import read_yaml
@@ -28,7 +27,7 @@ from turnwise.evaluation.tables import run_file
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, read_trajectories
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, effective_trajectories, read_trajectories
 from turnwise.types import Message
 
 _CONCURRENT = 32
@@ -126,9 +125,10 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
         started = time.monotonic()
         writer = TrajectoryWriter(file)
         try:
-            with _progress(console, len(trajectories), len(done)) as advance:
+            with Progress(console=console, disable=not console.is_terminal) as progress:
+                bar = progress.add_task("rescoring", total=len(trajectories), completed=len(done))
                 waiting = [trajectory for trajectory in trajectories if (trajectory.id, trajectory.attempt) not in done]
-                errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
+                errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, lambda: progress.advance(bar)))
         finally:
             writer.close()
         result = _result(settings, config, tasks, list(read_trajectories(file)), errors, time.monotonic() - started)
@@ -148,7 +148,7 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
 
 def _selected_trajectories(settings: RescoreSettings) -> list[Trajectory]:
     file = run_file(settings.source)
-    recorded = [row for row in read_trajectories(file) if settings.partition in (None, row.partition)]
+    recorded = [row for _, row in effective_trajectories(file) if settings.partition in (None, row.partition)]
     # Of a search, the selected branch is rescored.
     pairs = zip(recorded, chosen_members(recorded), strict=True)
     selected = [
@@ -201,14 +201,6 @@ def _claim_directory(settings: RescoreSettings) -> None:
             "that began it, or name another directory"
         )
     write_private(file, record)
-
-
-@contextmanager
-def _progress(console: Console, total: int, done: int) -> Iterator[Any]:
-    columns = (TextColumn("rescoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=total, completed=done)
-        yield lambda: progress.advance(bar)
 
 
 async def _score_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from turnwise.agents.roles import role_of
@@ -29,6 +29,7 @@ from turnwise.evaluation.metrics import (
     Summary,
     by_episode,
     episode_rows,
+    print_table,
     result_table,
     summarize,
     task_tags,
@@ -128,7 +129,7 @@ def _summary(
     )
 
 
-_LINE_EVERY_S = 30.0
+LINE_EVERY_S = 30.0
 """Seconds between two lines where the output is no terminal."""
 _HOPELESS = 32
 """Failed episodes, each after its retries, after which an evaluation without any other ends."""
@@ -157,7 +158,7 @@ class EvalProgress:
         self._groups: dict[int, TrajectoryGroup] = {}
         # What episodes wrote of groups that are not whole yet, by the number of their request.
         self._open: defaultdict[int, list[Trajectory]] = defaultdict(list)
-        self._success: dict[str, bool] = {}
+        self._scores: dict[str, tuple[bool, float]] = {}
         self._failed = 0
         self._clock = clock
         self._started = clock()
@@ -168,7 +169,7 @@ class EvalProgress:
     @property
     def ended(self) -> int:
         """Number of finished episodes, including those that failed their last attempt."""
-        return min(self.total, len(self._success) + self._failed)
+        return min(self.total, len(self._scores) + self._failed)
 
     @property
     def time_left(self) -> float | None:
@@ -200,7 +201,7 @@ class EvalProgress:
         self._open.pop(number, None)
         self._failed += group.failed
         self._count(group.trajectories)
-        if self._failed >= _HOPELESS and not self._success:
+        if self._failed >= _HOPELESS and not self._scores:
             self.give_up()
 
     def partial(self) -> EvalResult:
@@ -215,36 +216,27 @@ class EvalProgress:
         result = eval_result(self._plan, self._tags, groups, self._clock() - self._started)
         return replace(result, unfinished=self.total - self.ended)
 
+    def tell(self, say: Callable[[str], object], every_s: float = LINE_EVERY_S) -> None:
+        """Call ``say`` with the progress as episodes end, at most every so many seconds."""
+        last_at = self._started
+
+        def say_when_due() -> None:
+            nonlocal last_at
+            if self._clock() - last_at >= every_s:
+                last_at = self._clock()
+                say(str(self))
+
+        self._show = say_when_due
+
     @contextlib.contextmanager
     def shown(self, console: Console) -> Iterator[None]:
         """Show progress: a live line on a terminal, else a new line every half minute."""
         if not console.is_terminal:
-            last_line_at = self._started
-
-            def print_line() -> None:
-                nonlocal last_line_at
-                if self._clock() - last_line_at >= _LINE_EVERY_S:
-                    last_line_at = self._clock()
-                    console.print(f"evaluating: {self}", highlight=False, soft_wrap=True)
-
-            self._show = print_line
+            self.tell(lambda text: console.print(f"evaluating: {text}", highlight=False, soft_wrap=True))
             yield
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f} of {task.total:.0f} episodes"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left", style="progress.remaining"),
-        )
-        with Progress(*columns, console=console, transient=True) as bars:
-            bar = bars.add_task("evaluating", total=self.total, left="-:--:--")
-            self._show = lambda: bars.update(
-                bar,
-                completed=self.ended,
-                description=f"success {self._share}{self._at_a_time}",
-                left="-:--:--" if self.time_left is None else _clock_time(self.time_left),
-            )
+        with console.status("evaluating") as line:
+            self.tell(lambda text: line.update(Text(f"evaluating: {text}")), 0.0)
             yield
 
     def __str__(self) -> str:
@@ -260,8 +252,11 @@ class EvalProgress:
 
     @property
     def _share(self) -> str:
-        share = f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
-        return f"{share} ({self._failed} failed)" if self._failed else share
+        count, failed = len(self._scores), f" ({self._failed} failed)" if self._failed else ""
+        if not count:
+            return f"-{failed}"
+        successes, rewards = (math.fsum(values) / count for values in zip(*self._scores.values(), strict=True))
+        return f"{successes:.2f}{failed}, reward {rewards:.2f}"
 
     def _finished_of(self, number: int) -> list[Trajectory]:
         """Return the trajectories of finished episodes of a group, without failed attempts."""
@@ -272,7 +267,7 @@ class EvalProgress:
         return episode_rows(trajectories, success_reward=self._plan.success_reward, role=self._plan.role)
 
     def _count(self, finished: Sequence[Trajectory]) -> None:
-        self._success |= {row.episode_id: row.success for row in self._rows(finished)}
+        self._scores |= {row.episode_id: (row.success, row.reward) for row in self._rows(finished)}
         self._show()
 
 
@@ -329,7 +324,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
         raise KeyboardInterrupt
     if not has_episodes:
         raise TurnwiseError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
-    console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
+    print_table(console, result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
     console.print(Text(f"turnwise report {folder} --open shows tasks and trajectories", style="dim"), soft_wrap=True)
     print_notes(config, folder, result, errors, console)

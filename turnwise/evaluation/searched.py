@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from turnwise.evaluation.estimates import Estimate, clustered_mean, json_fields
+from turnwise.evaluation.estimates import Estimate, clustered_mean
 from turnwise.recorder.branches import selected_branch
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import StopReason
@@ -37,10 +36,6 @@ class SearchRow:
     successes: tuple[bool, ...]
     unforked: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return json_fields(self)
-
 
 @dataclass(frozen=True, slots=True)
 class SearchSummary:
@@ -65,10 +60,6 @@ class SearchSummary:
     success_best: Estimate
     reward_mean: Estimate
     reward_best: Estimate
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return json_fields(self)
 
 
 def chosen_members(members: Sequence[Trajectory]) -> list[Trajectory]:

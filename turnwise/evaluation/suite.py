@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.append_file import private_directory, write_private
-from turnwise.config import ConfigPath, ConfigValues, Section, load_config
+from turnwise.config import ConfigPath, ConfigValues, Section, load_config, merge_sections
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
-from turnwise.evaluation.metrics import estimate_text, failed_share, money
+from turnwise.evaluation.metrics import estimate_text, failed_share, money, print_table
 from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
@@ -87,7 +87,7 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
     for evaluation, settings in suite.evaluations.items():
         for model, served in suite.models.items():
             where = f"evaluations.{evaluation} with models.{model}"
-            merged = _merged(_merged(suite.defaults, served), settings)
+            merged = merge_sections(merge_sections(suite.defaults, served), settings)
             if "out" in merged:
                 raise ConfigError(f"{where}: out is set; results are in {suite.out / _folder(evaluation, model)}")
             try:
@@ -128,12 +128,6 @@ def _folder(evaluation: str, model: str) -> str:
     return "--".join("".join(c if c.isalnum() or c in "._-" else "-" for c in name) for name in (evaluation, model))
 
 
-def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    shared = base.keys() & overrides.keys()
-    nested = {key for key in shared if isinstance(base[key], dict) and isinstance(overrides[key], dict)}
-    return {**base, **overrides, **{key: _merged(base[key], overrides[key]) for key in nested}}
-
-
 def run_suite(
     suite: SuiteConfig, evaluate: Callable[[EvalConfig], Any], *, console: Console | None = None
 ) -> list[SuiteRow]:
@@ -162,7 +156,7 @@ def run_suite(
     finally:
         figures = [row.to_json() for row in rows]
         write_private(suite.out / SUITE_FILE, orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
-        console.print(suite_table(rows))
+        print_table(console, suite_table(rows))
         console.print(Text(f"written to {suite.out}", style="dim"), soft_wrap=True)
     return rows
 

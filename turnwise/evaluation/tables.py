@@ -18,7 +18,7 @@ from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.directory import success_rule
 from turnwise.evaluation.metrics import by_episode, episode_rows
 from turnwise.trajectory import Segment, Trajectory, Turn
-from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
+from turnwise.trajectory_file import TRAJECTORIES, effective_trajectories
 
 if TYPE_CHECKING:
     import pandas
@@ -69,7 +69,7 @@ class RunTables:
 
     def trajectories(self, partition: str | None = None) -> Iterator[Trajectory]:
         """Yield the trajectories, of ``train`` or ``val`` only with ``partition``. Raises FormatError."""
-        for trajectory in read_trajectories(self.file):
+        for _, trajectory in effective_trajectories(self.file):
             if partition in (None, trajectory.partition):
                 yield trajectory
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from turnwise.append_file import write_private, writing
 from turnwise.errors import RankDied, TrainError
-from turnwise.evaluation.metrics import result_table
+from turnwise.evaluation.metrics import print_table, result_table, success_and_reward
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
@@ -132,7 +132,7 @@ async def _train_once(
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.call("on_init_end")
             _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it trains")
-            if run.state.step == 0:
+            if run.state.step == 0 and not run.resume_first_eval():
                 await run.evaluate("step-0")
             async with run.hooks.training():
                 await loop(run)
@@ -154,15 +154,13 @@ async def _train_once(
     )
     summary.write()
     if result is not None:
-        console.print(result_table(result, f"{config.name} after {run.state.step} steps"))
+        print_table(console, result_table(result, f"{config.name} after {run.state.step} steps"))
     if run.hooks.stopped:
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
         console.print(f"{config.name}: {run.budget.why(limit)}", highlight=False)
     if summary.before is not None and summary.before != summary.after:
-        parts = {name: part for name in ("sampled", "greedy") if (part := summary.before.get(name))}
-        rates = ", ".join(f"{name} {part['success']['mean']:.3f}" for name, part in parts.items())
-        console.print(f"success at the first evaluation: {rates}", highlight=False)
+        console.print(f"at the first evaluation: {success_and_reward(summary.before)}", highlight=False)
     if (model := _newest_model(directory)) is not None:
         _hint(console, f"{model} is the trained model: turnwise eval ENV --model takes it")
     _hint(console, f"turnwise report {directory} --open shows curves and trajectories")

@@ -25,6 +25,7 @@ from turnwise.ext.checks.environment import check_env
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
+from turnwise.trainer.offline.preferences import load_demonstrations
 
 HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
 SILENT = """
@@ -107,6 +108,16 @@ async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path
     file.write_text(SILENT)
     with pytest.raises(EnvError, match="Silent has no reference solution: write solve"):
         await demonstrate(FirstModel(EnvSpec(f"{file}:Silent")))
+
+
+def test_demos_writes_rows_of_sft_and_replaces_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "demonstrations.jsonl"
+    assert f"{file}: 3 demonstrations" in run("demos", f"{HELLO}:Dice", str(file), "--n", "3")
+    rows = load_demonstrations(file)
+    assert len({str(row.messages) for row in rows}) == 3
+    assert all(row.messages[-1]["role"] == "assistant" and row.tools for row in rows)
+    with pytest.raises(ConfigError, match="exists: name a file that does not"):
+        run("demos", f"{HELLO}:Dice", str(file))
 
 
 def test_make_model_writes_a_configuration_that_trains_the_model(tmp_path: Path) -> None:

@@ -96,14 +96,15 @@ def test_configuration_gives_the_success_reward_and_hides_secrets(tmp_path: Path
     run = write_metrics(tmp_path / "a", START)
     config = {
         "eval": {"success_reward": 0.5},
-        "hosted": {"api_key": "sk-1", "key_env": "KEY"},
+        "hosted": {"api_key": "sk-1", "key_env": "KEY", "model": "gpt"},
         "url": "http://me:pw@host/v1",
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     facts = read_facts(run, "a")
     assert facts.success_reward == 0.5
+    assert facts.to_json(9)["model"] == "gpt"
     assert yaml.safe_load(facts.config or "") == {
-        **config, "hosted": {"api_key": REDACTED, "key_env": "KEY"}, "url": f"http://{REDACTED}@host/v1",
+        **config, "hosted": {**config["hosted"], "api_key": REDACTED}, "url": f"http://{REDACTED}@host/v1",
     }  # fmt: skip
     for text, message in (
         ("a: [", "is not YAML"),

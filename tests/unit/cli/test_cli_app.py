@@ -20,6 +20,7 @@ COMMANDS = (
     "train",
     "plan",
     "sft",
+    "demos",
     "eval",
     "rescore",
     "compare",
@@ -32,7 +33,7 @@ COMMANDS = (
     "timeline",
     "version",
 )
-PLUGGED_IN = ("check-env", "check-sandbox", "convert-gguf", "export-env", "report")
+PLUGGED_IN = ("check-env", "check-sandbox", "convert-gguf", "export-env", "init", "report")
 """Commands of ``turnwise.ext``."""
 
 

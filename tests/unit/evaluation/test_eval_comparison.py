@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +84,9 @@ def test_comparison_weighs_common_tasks_equally() -> None:
     assert (result.before, result.after) == (pytest.approx(0.4375), pytest.approx(0.6875))
     assert result.difference == pytest.approx(0.25)
     assert (result.better, result.worse) == (2, 1)
-    gained = [(change.task_id, change.before, change.after) for change in result.gained]
+    gained = [(change.task, change.before, change.after) for change in result.gained]
     assert gained == [("a", 0.0, 1.0), ("d", 0.25, 0.5)]
-    assert [(change.task_id, change.before, change.after) for change in result.lost] == [("b", 0.5, 0.25)]
+    assert [(change.task, change.before, change.after) for change in result.lost] == [("b", 0.5, 0.25)]
 
 
 def test_equal_evaluations_differ_by_nothing() -> None:
@@ -119,6 +120,24 @@ def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
     record = json.loads(raw.output)
     assert (record["metric"], record["difference"], record["p_value"]) == ("reward", 0.5, pytest.approx(1e-5, abs=1e-4))
     assert record["gained"] == []
+
+
+def test_comparison_of_successes_shows_the_reward_and_tasks_in_natural_order(tmp_path: Path) -> None:
+    folders = []
+    for name, reward in (("one", 0.25), ("two", 0.5)):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"part": "sampled", "task_id": f"rows-{number}", "reward": reward, "success": name == "two", "error": None}
+            for number in (10, 9, 1)
+        ]
+        (tmp_path / name / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(str(tmp_path / name))
+    output = CliRunner().invoke(app, ["compare", *folders], env={"COLUMNS": "140"}).output
+    assert re.findall(r"rows-\d+", output) == ["rows-1", "rows-9", "rows-10"]
+    rewards = output[output.index("reward, sampled") :]
+    assert [line.split()[-3:] for line in rewards.splitlines() if "3 common tasks" in line] == [
+        ["0.250", "0.500", "+0.250"]
+    ]
 
 
 def test_failed_and_unfinished_episodes_are_counted(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from support.rollout.record_files import spoil
 from turnwise.cli import main
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.export import Choice, export_run
+from turnwise.evaluation.tables import read_run
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
@@ -97,6 +98,24 @@ def test_filters_choose_trajectories(choice: Choice, expected: list[str], run: P
     assert export_run(run, tmp_path / "out", "jsonl", choice) == 2 * len(expected)
     ids = [row["trajectory_id"] for row in rows(tmp_path / "out")]
     assert list(dict.fromkeys(ids)) == expected
+
+
+def test_episodes_of_a_repeated_evaluation_are_exported_once(tmp_path: Path) -> None:
+    file = tmp_path / "trajectories.twz"
+    writer = TrajectoryWriter(file)
+    for name, partition in (
+        ("0-val-a-e0~step-0-sampled", "val"),
+        ("1-val-a-e0~step-0-sampled", "val"),
+        ("0-train-a-e0", "train"),
+    ):
+        member = recorded(f"{name}/0.0", 1.0, partition=partition)
+        member.group_id = name
+        writer.write(member)
+    writer.close()
+    export_run(file, tmp_path / "out", "jsonl")
+    counted = {row["group_id"] for row in rows(tmp_path / "out")}
+    assert counted == {"1-val-a-e0~step-0-sampled", "0-train-a-e0"}
+    assert set(read_run(file).episodes()["group_id"]) == counted
 
 
 def test_demonstrations_are_readable_by_sft(run: Path, tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from scipy import stats
 
 from turnwise.errors import ConfigError
 from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
-from turnwise.evaluation.metrics import EvalResult, episode_rows, rates_below, result_table, summarize, task_tags
+from turnwise.evaluation.metrics import (
+    EvalResult,
+    episode_rows,
+    print_table,
+    rates_below,
+    result_table,
+    summarize,
+    task_tags,
+)
 from turnwise.evaluation.suite import SuiteRow, suite_table
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -279,3 +287,18 @@ def test_success_over_a_part_is_shown_with_the_share_that_failed_and_held_to_a_t
     assert rates_below(0.5, result.to_json()) == {"greedy": 0.25}
     console.print(suite_table([SuiteRow("shop", "small", result.to_json())]))
     assert "3 of 4" in console.file.getvalue().splitlines()[-2]  # type: ignore[attr-defined]
+
+
+def test_a_table_in_a_file_is_as_wide_as_its_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    source = f"a-source-{'of-many-words-' * 9}"
+    rows = [TrajectoryGroup("g", "a", [trajectory("a", 0, 0.25)], source=source)]
+    console = Console(file=io.StringIO())
+    print_table(console, result_table(EvalResult(summarize(rows), None, 1.0)))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    # Beside each success stands the reward, which graded tasks are judged by.
+    assert ["success", "0.000"] in lines
+    assert ["reward", "0.250"] in lines
+    assert ["success,", source, "0.000"] in lines
+    assert ["reward,", source, "0.250"] in lines
+    assert console.width == 80

@@ -63,7 +63,7 @@ def test_episodes_count_when_they_end_and_once(progress: EvalProgress, clock: Cl
     clock.now += 10
     progress.arrived(group(SAMPLED_A, first, second))
     assert (progress.ended, progress.time_left) == (2, 40.0)
-    assert str(progress) == "2 of 6 episodes, success 0.50, 0:00:20 elapsed, about 0:00:40 left"
+    assert str(progress) == "2 of 6 episodes, success 0.50, reward 0.50, 0:00:20 elapsed, about 0:00:40 left"
 
 
 def test_failed_attempts_and_cancelled_episodes_have_not_ended(progress: EvalProgress) -> None:
@@ -112,7 +112,7 @@ def test_progress_without_terminal_is_printed_periodically(progress: EvalProgres
             clock.now += seconds
             progress.wrote(episode((SAMPLED_A, SAMPLED_B)[member // 2], member % 2))
     lines = console.file.getvalue().splitlines()
-    assert lines == ["evaluating: 2 of 6 episodes, success 1.00, 0:00:31 elapsed, about 0:01:02 left"]
+    assert lines == ["evaluating: 2 of 6 episodes, success 1.00, reward 1.00, 0:00:31 elapsed, about 0:01:02 left"]
 
 
 def test_a_terminal_shows_a_line_with_the_time_left(progress: EvalProgress, clock: Clock) -> None:

@@ -79,7 +79,8 @@ async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_p
     assert summary["more"]["reward"]["mean"] == 2.0
     episodes = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert {row["task_id"]: row["source"] for row in episodes}["source's"] == "more"
-    assert [str(cell) for cell in result_table(result).columns[0].cells][3:5] == ["success, more", "success, rows"]
+    names = [str(cell) for cell in result_table(result).columns[0].cells]
+    assert names[2:8] == ["success", "reward", "success, more", "reward, more", "success, rows", "reward, rows"]
 
 
 async def test_single_source_has_no_separate_figures(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.run_log import JSONLLogger, LiveDisplay, read_metrics, sparkline
+from turnwise.trainer.observe.run_log import JSONLLogger, LiveDisplay, read_metrics
 
 
 def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_display_without_a_terminal_prints_a_line_per_step() -> None:
     assert len(lines) == 2
 
 
-def test_display_on_a_terminal_shows_steps_and_curve() -> None:
+def test_display_on_a_terminal_shows_steps_and_columns_with_values() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, height=40, force_terminal=True)
-    with LiveDisplay("train", 20, {"reward": "r"}, curve="r", console=console, done=10) as display:
+    with LiveDisplay("train", 20, {"reward": "r", "success": "s"}, console=console, done=10) as display:
         for step in range(11, 14):
             display.step(step, {"r": step / 20})
         display.status("evaluation")
@@ -80,11 +80,5 @@ def test_display_on_a_terminal_shows_steps_and_curve() -> None:
     assert "13/20" in text
     assert "0.650" in text
     assert "evaluation" in text
-    assert "█" in text
-
-
-def test_sparkline() -> None:
-    assert sparkline([0.0, 1.0]) == "▁█"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert len(sparkline([float(n) for n in range(1000)], width=40)) <= 40
+    # No step has a success: the column would only narrow the others.
+    assert "success" not in text

@@ -163,7 +163,11 @@ def test_run_json_that_is_not_json_raises_an_error(tmp_path: Path) -> None:
 def test_config_digest_covers_the_keys_that_change_training() -> None:
     free = [
         {"steps": 9}, {"name": "other"}, {"runs": "elsewhere"}, {"checkpoint": {"every": 3}}, {"custom": {"a": 1}},
-        {"eval": {"tasks": "t.jsonl"}}, {"inference": {"replicas": 2}},
+        {"eval": {"tasks": "t.jsonl"}}, {"inference": {"replicas": 2}}, {"batch": {"max_tokens_per_micro_batch": 99}},
+        {"rollout": {"env": {"name": "lookup"}, "concurrency": 2, "retries": 0, "gateway": {"port": 9}}},
+        {"rollout": {"env": {"name": "lookup"}, "sandbox": {"max_starts": 1, "prewarm": 2}}},
+        {"policies": {"main": {"model": {"path": "model", "threads": 3, "device": "cpu"}}}},
+        {"policies": {"main": {"model": {"path": "model", "gradient_checkpointing": True}}}},
     ]  # fmt: skip
     bound = [
         {"seed": 1}, {"tasks": "other.jsonl"}, {"shuffle": False}, {"batch": {"groups": 2}},

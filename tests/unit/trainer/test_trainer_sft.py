@@ -191,6 +191,45 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
     assert not [entry for entry in result.model.parent.iterdir() if entry.name.startswith(".")]
 
 
+def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_loss(
+    start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "SAVE_S", 0.0)
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps(conversation("mia")) + "\n")
+    whole = run_sft(configure(start("qwen3"), tmp_path, name="whole", held_out=held_out), console=quiet())
+    losses = {
+        record["step"]: record["held_out/nll"]
+        for record in read_metrics(tmp_path / "runs" / "whole" / "metrics.jsonl")
+        if "held_out/nll" in record
+    }
+    assert set(losses) == set(range(1, STEPS + 1))
+    assert losses[STEPS] < 0.5 * losses[1]
+    taken, take_step = [], core_module.take_step
+
+    def interrupted_step(*arguments: Any) -> dict[str, float]:
+        taken.append(arguments)
+        if len(taken) == 6:
+            raise KeyboardInterrupt
+        return take_step(*arguments)
+
+    monkeypatch.setattr(core_module, "take_step", interrupted_step)
+    config = configure(start("qwen3"), tmp_path, name="parts", held_out=held_out)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(config, console=quiet())
+    other = config.model_copy(update={"seed": 1})
+    with pytest.raises(TrainError, match=r"interrupted run with another configuration: seed was 0 and is 1; resume it"):
+        run_sft(other, console=quiet())
+    console = quiet()
+    resumed = run_sft(config, console=console)
+    assert f"after step 5 of {STEPS}" in console.file.getvalue()
+    steps = [record["step"] for record in read_metrics(tmp_path / "runs" / "parts" / "metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+    expected = dict(load_model(whole.model).named_weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_model(resumed.model).named_weights())
+    assert sorted(entry.name for entry in resumed.model.parent.iterdir()) == ["metrics.jsonl", "model"]
+
+
 def test_trained_model_renders_the_prompts_of_its_training(start: Callable[[str], Path], tmp_path: Path) -> None:
     config = configure(start("qwen3"), tmp_path, steps=1, renderer={"chat_template": "hermes-short"})
     prompt, tools = canonical_messages(conversation("mia")["messages"][:2]), [ToolSchema(**TOOL["function"])]

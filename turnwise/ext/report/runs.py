@@ -70,6 +70,7 @@ class RunFacts:
             trainer's log-probability, step).
         notes: What could not be read, and is missing in the report.
         models: Folders that may hold the run's tokenizer, the best first.
+        model: What ``config.yaml`` names as the evaluated model, or as those to train.
     """
 
     name: str
@@ -84,6 +85,7 @@ class RunFacts:
     gaps: dict[str, list[tuple[int, int, float, float, int]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     models: list[Path] = field(default_factory=list)
+    model: str | None = None
 
     def add_records(self, records: Sequence[Mapping[str, Any]], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
         """Add records of ``metrics.jsonl``; a later value of the same step counts. Notes how many cannot be read.
@@ -152,6 +154,7 @@ class RunFacts:
             "meanings": self.meanings,
             "warnings": [asdict(warning) for warning in self.warnings],
             "config": self.config,
+            "model": self.model,
             "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > max_points,
         }
 
@@ -280,9 +283,12 @@ def _read_config(facts: RunFacts, file: Path) -> None:
         facts.config = text
     else:
         facts.notes.append(f"{file.name} has {len(text)} characters and is left out")
-    for path in ("policies.main.model.path", "model"):
-        if isinstance(model := _at(config, path), str):
-            facts.models.append(Path(model))
+    policies = config.get("policies")
+    trained = [_at(policy, "model.path") for policy in policies.values()] if isinstance(policies, dict) else []
+    folders = [path for path in (*trained, config.get("model")) if isinstance(path, str)]
+    facts.models += map(Path, folders)
+    hosted = _at(config, "hosted.model")
+    facts.model = hosted if isinstance(hosted, str) else ", ".join(folders) or None
 
 
 def _at(config: Any, path: str) -> Any:

@@ -16,11 +16,11 @@ import orjson
 
 from turnwise.agents.roles import MAIN, role_of
 from turnwise.errors import FormatError
-from turnwise.evaluation.estimates import clustered_mean
+from turnwise.evaluation.estimates import clustered_mean, natural_order
 from turnwise.evaluation.searched import chosen_members, search_row
 from turnwise.ext.report.runs import RunFacts, shortened
 from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
-from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, located_trajectories
+from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, effective_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -122,7 +122,7 @@ def read_rows(facts: RunFacts) -> list[Row]:
     if facts.trajectories is None:
         return []
     try:
-        located = located_trajectories(facts.trajectories)
+        located = effective_trajectories(facts.trajectories)
         rows = [trajectory_row(location.offset, trajectory, facts) for location, trajectory in located]
     except FormatError as error:
         raise FormatError(
@@ -286,7 +286,7 @@ def task_columns(episodes: Sequence[Episode], max_pairs: int) -> dict[str, list[
     if len(pairs) > max_pairs:
         shown_pairs = sorted(pairs, key=lambda pair: (_lot(pair[1]), pair[0]))[:max_pairs]
     columns: defaultdict[str, list[Any]] = defaultdict(list)
-    for pair in sorted(shown_pairs):
+    for pair in sorted(shown_pairs, key=lambda pair: (pair[0], natural_order(pair[1]))):
         completed = [episode for episode in pairs[pair] if episode.error is None]
         columns["part"].append(pair[0])
         columns["task"].append(pair[1])

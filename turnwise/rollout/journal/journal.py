@@ -109,6 +109,7 @@ class Journal:
         given: Their keys, in order.
         reusable: Groups trained by earlier processes that may be trained again, least recently trained first.
         unclaimed: Ids of trajectories that a custom manager wrote and put into no group in time.
+        restored: Ids of trajectories of earlier processes that may be trained: this one did not sample them.
     """
 
     def __init__(self, directory: Path, state: JournalState, file: AppendFile, payloads: TrajectoryWriter) -> None:
@@ -126,6 +127,7 @@ class Journal:
         self.given: list[str] = []
         self.reusable: tuple[GroupFacts, ...] = ()
         self.unclaimed: set[str] = set()
+        self.restored: frozenset[str] = frozenset()
 
     @classmethod
     def open(
@@ -181,6 +183,7 @@ class Journal:
             journal._note("start", schema_version=SCHEMA_VERSION, **start)
             journal.reusable = tuple(_facts(key, entry, entry.arrived) for key, entry in state.stored(max_uses))
             state.forget_consumed(max_uses)
+            journal.restored = frozenset(stored.id for entry in state.entries.values() for stored in entry.stored())
         return journal
 
     def write(self, trajectory: Trajectory) -> None:

@@ -124,6 +124,7 @@ class SFTConfig(OfflineConfig):
 
     Attributes:
         trajectories: Instead of ``data``: recorded trajectories, whose sampled tokens are trained (rejection sampling).
+        held_out: A jsonl file of held-out conversations, whose loss (``held_out/nll``) is shown beside the trained one.
         conversations: Conversations per optimizer step.
         loss_aggregation: What the loss is averaged over.
         loss_scale: Divisor of ``loss_aggregation: seq_mean_token_sum_norm``.
@@ -132,6 +133,7 @@ class SFTConfig(OfflineConfig):
     """
 
     trajectories: FilterConfig | None = None
+    held_out: ConfigPath | None = None
     conversations: PositiveInt = 32
     loss_aggregation: LossAggregation = "token_mean"
     loss_scale: PositiveFloat | None = None

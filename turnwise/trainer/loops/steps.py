@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.policies import TrainedPolicy
 from turnwise.trainer.run.task_scheduler import task_metrics
 from turnwise.trainer.train_thread import TrainThread, uninterrupted
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.trainer.run.run import TrainRun
@@ -200,6 +200,11 @@ class Batch:
     started: float
     sampled: float
 
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Yield the trajectories that trained policies sampled, those of baselines included."""
+        for group in self.groups:
+            yield from (member for member in (*group.trajectories, *group.baselines) if not member.frozen)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
@@ -257,10 +262,9 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     run.display.status(f"step {step}: rolling out")
     with run.timeline.span(WAIT, step):
         received, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
-    rolled_out = (trajectory for group in received for trajectory in (*group.trajectories, *group.baselines))
-    sampled = [trajectory for trajectory in rolled_out if not trajectory.frozen]
-    run.budget.spend(sampled_tokens=sum(trajectory.sampled_tokens for trajectory in sampled))
-    return Batch(received, metrics, started, time.monotonic())
+    batch = Batch(received, metrics, started, time.monotonic())
+    run.budget.spend(sampled_tokens=sum(trajectory.sampled_tokens for trajectory in batch.trajectories()))
+    return batch
 
 
 async def learn(run: TrainRun, batch: Batch, *, part: bool = False) -> TrainedBatch:
@@ -400,13 +404,15 @@ def step_record(run: TrainRun, parts: Sequence[TrainedBatch], until: float) -> d
     At least one of its parts has a trajectory.
     """
     metrics = merge_metrics([part.metrics for part in parts]) | task_metrics(run.tasks, run.config.curriculum)
-    return metrics | _times(run.config.mode, parts, until, metrics)
+    return metrics | _times(run.config.mode, parts, until, run.journal.restored)
 
 
-def _times(mode: Mode, parts: Sequence[TrainedBatch], synced: float, metrics: Mapping[str, float]) -> dict[str, float]:
+def _times(mode: Mode, parts: Sequence[TrainedBatch], synced: float, restored: Collection[str]) -> dict[str, float]:
     waited = sum(part.batch.sampled - part.batch.started for part in parts)
     total = synced - parts[0].batch.started
-    tokens = metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"]
+    trajectories = (trajectory for part in parts for trajectory in part.batch.trajectories())
+    # What an earlier process sampled is read from disk, at a speed that no server has.
+    tokens = sum(trajectory.sampled_tokens for trajectory in trajectories if trajectory.id not in restored)
     times = {"time/update_s": sum(part.updated - part.batch.sampled for part in parts), "time/step_s": total}
     if mode == "sync":
         return times | {"time/rollout_s": waited, "time/sampled_tokens_per_s": tokens / waited}

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -201,18 +202,16 @@ class _LoggerThread:
 
 
 _SHOWN_STEPS = 8
-_TICKS = "▁▂▃▄▅▆▇█"
 
 
 class LiveDisplay:
-    """Progress of a run: a bar, the last steps as a table, and a curve of one metric.
+    """Progress of a run: a bar, and the last steps as a table.
 
     On a terminal it redraws in place; elsewhere (a file, CI) it prints a line per step. A context manager.
 
     Args:
         total: Number of steps; None where another limit ends the run.
         columns: Heading and metric of each column; missing metrics are left blank.
-        curve: Metric drawn beside the bar.
         console: By default standard error, which keeps standard output for results.
         done: Steps of earlier processes of the run.
         share_at_start: The share of the whole run before it, excluded from the time estimate.
@@ -224,17 +223,14 @@ class LiveDisplay:
         total: int | None,
         columns: Mapping[str, str],
         *,
-        curve: str | None = None,
         console: Console | None = None,
         done: int = 0,
         share_at_start: float = 0.0,
     ) -> None:
         self._title = title
         self._columns = dict(columns)
-        self._curve = curve
         self._console = console or Console(stderr=True)
         self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
-        self._values: list[float] = []
         self._total = total
         self._share_at_start = share_at_start
         self._started = time.monotonic()
@@ -271,6 +267,17 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._render())
 
+    @property
+    def redraws(self) -> bool:
+        """Whether it is drawn on a terminal, in place."""
+        return self._live is not None
+
+    def report(self, text: str) -> None:
+        """Show the current activity, elsewhere than on a terminal as a line."""
+        self.status(text)
+        if not self.redraws:
+            self.say(f"{self._title} {text}")
+
     def say(self, text: str) -> None:
         """Print a permanent line above the display."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -281,8 +288,6 @@ class LiveDisplay:
             share = step / self._total if self._total else 0.0
         cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
         self._rows.append(cells)
-        if self._curve is not None and self._curve in metrics:
-            self._values.append(metrics[self._curve])
         total = self._total if self._total is not None else round(step / share) if share else None
         self._progress.update(self._task, completed=step, total=total, left=self._time_left(share))
         if self._live is not None:
@@ -301,29 +306,17 @@ class LiveDisplay:
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(self._progress)
-        if self._values:
-            latest = f"{self._values[-1]:.3f}"
-            grid.add_row(f"{self._curve} {sparkline(self._values)} {latest}")
         if self._rows:
-            table = Table("step", *self._columns, box=None, padding=(0, 1), header_style="bold")
+            # A column without a value would only narrow the others.
+            used = [bool(number == 0 or any(column)) for number, column in enumerate(zip(*self._rows, strict=True))]
+            headings = compress(("step", *self._columns), used)
+            table = Table(*headings, box=None, padding=(0, 1), header_style="bold")
             for cells in self._rows:
-                table.add_row(*cells)
+                table.add_row(*compress(cells, used))
             grid.add_row(table)
         if self._status:
             grid.add_row(f"[dim]{self._status}[/dim]")
         return grid
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """Return values as a curve of block characters, averaged down to ``width``."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    size = max(1, math.ceil(len(finite) / width))
-    means = [sum(part) / len(part) for part in (finite[n : n + size] for n in range(0, len(finite), size))]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_TICKS[min(len(_TICKS) - 1, int((value - low) / span * len(_TICKS)))] for value in means)
 
 
 def _number(value: float | None) -> str:

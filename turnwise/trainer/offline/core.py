@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -17,7 +19,8 @@ from rich.console import Console
 
 from turnwise.append_file import drafted_directory, lock_directory
 from turnwise.chat.renderer import save_format
-from turnwise.errors import FormatError, TaskError, TrainError
+from turnwise.config import differences
+from turnwise.errors import FormatError, TaskError, TrainError, shown
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.recorder.branches import branch_trajectories
@@ -30,7 +33,7 @@ from turnwise.trainer.observe.metrics import finite_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trajectory import Trajectory, messages_of
-from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
+from turnwise.trajectory_file import TRAJECTORIES, effective_trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,6 @@ class Batch:
     pairs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DisplayLayout:
-    """Title, columns and curve of a run's display."""
-
-    title: str
-    columns: Mapping[str, str]
-    curve: str
-
-
 @contextlib.contextmanager
 def locked_directory(config: OfflineConfig, console: Console | None = None) -> Iterator[None]:
     """Check what a run needs, and lock its directory for the block; warnings are printed.
@@ -102,37 +96,84 @@ def print_notice(console: Console | None, text: str) -> None:
     (console or Console(stderr=True)).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+_RESUMES_WITH_ANOTHER: Final[dict[str, Any]] = {
+    **dict.fromkeys(("name", "runs", "overwrite", "loggers", "max_tokens_per_micro_batch"), True),
+    "model": {"device", "threads", "gradient_checkpointing"},
+}
+
+
 def train_offline(
     config: OfflineConfig,
     learner: Learner,
     batches: Iterator[Batch],
-    layout: DisplayLayout,
+    title: str,
+    columns: Mapping[str, str],
     console: Console | None,
     renderer: Renderer | None,
+    evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> OfflineResult:
-    """Take the learner's optimizer steps, log and show them, and save the model with the renderer's chat format."""
+    """Take the learner's optimizer steps, log and show them, and save the model with the renderer's chat format.
+
+    An interrupted run resumes from its ``checkpoint/``, written every :data:`SAVE_S` seconds. ``evaluate`` returns
+    metrics of held-out data; it is called after every tenth of the steps.
+
+    Raises:
+        TrainError: The checkpoint is one of another configuration.
+    """
     console = console or Console(stderr=True)
     steps = learner.total_steps
     directory = config.runs / config.name
-    logged = LoggedRun(config.name, uuid.uuid4().hex[:12], directory, config.model_dump(mode="json"), 0)
+    checkpoint = directory / "checkpoint"
+    record = {**config.model_dump(mode="json", exclude=_RESUMES_WITH_ANOTHER), "steps": steps}
+    if begun := _restore(learner, checkpoint, record):
+        print_notice(console, f"resuming {directory} after step {begun} of {steps}")
+    logged = LoggedRun(config.name, uuid.uuid4().hex[:12], directory, config.model_dump(mode="json"), begun)
     logger = RunLog.open(logged, config.loggers, console)
     metrics: dict[str, float] = {}
     try:
-        title = f"{layout.title} {config.name}"
-        with LiveDisplay(title, steps, layout.columns, curve=layout.curve, console=console) as display:
-            for step in range(1, steps + 1):
+        with LiveDisplay(
+            f"{title} {config.name}", steps, columns, console=console, done=begun, share_at_start=begun / steps
+        ) as display:
+            batches, saved_at = itertools.islice(batches, begun, None), time.monotonic()
+            for step in range(begun + 1, steps + 1):
                 started = time.perf_counter()
                 batch = next(batches)
                 metrics = take_step(learner, batch)
                 seconds = time.perf_counter() - started
                 metrics["time/step_s"] = seconds
                 metrics["time/tokens_per_s"] = sum(micro.tokens for micro in batch.micro) / seconds
+                if evaluate is not None and (step % max(1, steps // 10) == 0 or step == steps):
+                    metrics |= evaluate()
                 logger.log({"kind": "train", "step": step, **finite_metrics({**metrics, **logger.counts()})})
                 display.step(step, metrics)
+                if time.monotonic() - saved_at >= SAVE_S:
+                    with drafted_directory(checkpoint) as draft:
+                        learner.save(draft)
+                        (draft / "run.json").write_bytes(orjson.dumps(record))
+                    saved_at = time.monotonic()
     finally:
         logger.close()
     _save_model(learner, renderer, _model_directory(config))
+    shutil.rmtree(checkpoint, ignore_errors=True)
     return OfflineResult(_model_directory(config), steps, metrics)
+
+
+SAVE_S = 600.0
+"""Seconds between two checkpoints."""
+
+
+def _restore(learner: Learner, checkpoint: Path, record: Mapping[str, Any]) -> int:
+    """Restore the learner of an interrupted run; return the steps that it took, 0 without a checkpoint."""
+    if not checkpoint.is_dir():
+        return 0
+    saved = orjson.loads((checkpoint / "run.json").read_bytes())
+    if changes := [f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in differences("", saved, record)]:
+        raise TrainError(
+            f"{checkpoint} is of an interrupted run with another configuration: {', '.join(changes[:4])}; resume it "
+            "with that one, choose another name, or remove it"
+        )
+    learner.load(checkpoint)
+    return learner.steps
 
 
 def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
@@ -177,7 +218,7 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
             f"evaluation, which holds {TRAJECTORIES}, or such a file"
         )
     try:
-        recorded = list(read_trajectories(file))
+        recorded = [trajectory for _, trajectory in effective_trajectories(file)]
     except FormatError as error:
         raise TaskError(f"trajectories.path: {error}") from error
     usable = [

@@ -20,7 +20,7 @@ from turnwise.trainer.batch.packing import first_fit, pack
 from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import Learner, Objective
-from turnwise.trainer.offline.core import Batch, DisplayLayout, OfflineResult, shuffled, train_offline
+from turnwise.trainer.offline.core import Batch, OfflineResult, shuffled, train_offline
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, ToolSchema
 
@@ -262,8 +262,7 @@ def train_pairs(
         "tok/s": "time/tokens_per_s",
     }
     batches = map(make, shuffled(len(pairs), config.pairs, config.seed))
-    layout = DisplayLayout(title, columns, "preference/accuracy")
-    return train_offline(config, learner, batches, layout, console, renderer)
+    return train_offline(config, learner, batches, title, columns, console, renderer)
 
 
 def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -12,11 +13,10 @@ from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.core import TrainRow
-from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.offline.core import (
     Batch,
-    DisplayLayout,
     OfflineResult,
     filter_trajectories,
     locked_directory,
@@ -28,11 +28,13 @@ from turnwise.trainer.offline.core import (
 from turnwise.trainer.offline.preferences import demonstration_rows, load_demonstrations
 from turnwise.trajectory import to_samples
 
-_SHOWN = DisplayLayout(
-    "sft",
-    {"loss": "train/nll", "grad": "train/grad_norm", "tokens": "train/tokens", "tok/s": "time/tokens_per_s"},
-    "train/nll",
-)
+_COLUMNS = {
+    "loss": "train/nll",
+    "held out": "held_out/nll",
+    "grad": "train/grad_norm",
+    "trained tokens": "train/tokens",
+    "tok/s": "time/tokens_per_s",
+}
 
 
 def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResult:
@@ -61,7 +63,21 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
             return Batch(packed, objective, normalizer)
 
         batches = map(make, shuffled(len(rows), config.conversations, config.seed))
-        return train_offline(config, learner, batches, _SHOWN, console, renderer)
+        evaluate = None if config.held_out is None else _held_out_loss(config, renderer, learner)
+        return train_offline(config, learner, batches, "sft", _COLUMNS, console, renderer, evaluate)
+
+
+def _held_out_loss(config: SFTConfig, renderer: Renderer, learner: Learner) -> Callable[[], dict[str, float]]:
+    """Return what computes the mean negative log-likelihood of held-out assistant tokens."""
+    assert config.held_out is not None, "read where it is given"
+    demonstrations = load_demonstrations(config.held_out)
+    groups, _ = asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
+    rows = [row for group in groups for row in group]
+    if not rows:
+        raise TrainError(f"held_out is {config.held_out}: no conversation has an assistant token to predict")
+    micro = pack(rows, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
+    tokens = sum(batch.trained_tokens for batch in micro)
+    return lambda: {"held_out/nll": -sum(float(logprobs.sum()) for logprobs in learner.logprobs(micro)) / tokens}
 
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:

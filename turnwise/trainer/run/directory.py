@@ -20,7 +20,7 @@ from rich.console import Console
 from turnwise.agents.roles import MAIN
 from turnwise.append_file import lock_directory, replace_file, write_private, writing
 from turnwise.chat.model_dir import trained_digest
-from turnwise.config import dump_config, load_config
+from turnwise.config import differences, dump_config, load_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
@@ -58,6 +58,17 @@ _FREE_SECTIONS = (
     *("runs", "name", "steps", "budget", "eval", "checkpoint"),
     *("inference", "placement", "ray", "loggers", "custom"),
 )
+_FREE_KEYS: dict[str, Any] = {
+    "replay": {"memory_mb", "backend", "transfer_queue"},
+    "batch": {"max_tokens_per_micro_batch"},
+    "rollout": {
+        **dict.fromkeys(("concurrency", "retries", "gateway", "address"), True),
+        "remote": {"key_file"},
+        "sandbox": {"max_starts", "prewarm"},
+        "frozen": {"__all__": {"inference"}},
+    },
+}
+_MACHINE_OF_MODEL = {"device", "threads", "gradient_checkpointing"}
 
 
 def config_digest(config: TrainConfig) -> str:
@@ -75,12 +86,11 @@ def _resumable_config(config: TrainConfig) -> dict[str, Any]:
             "inference": True,
             "served_by": True,
             "weight_transport": True,
+            "model": _MACHINE_OF_MODEL,
         }
         for name, policy in config.policies.items()
     }
-    return config.model_dump(
-        mode="json", exclude={**free, "replay": {"memory_mb", "backend", "transfer_queue"}, "policies": machine}
-    )
+    return config.model_dump(mode="json", exclude={**free, **_FREE_KEYS, "policies": machine})
 
 
 def changed_keys(file: Path, config: TrainConfig) -> str:
@@ -94,24 +104,16 @@ def changed_keys(file: Path, config: TrainConfig) -> str:
         saved, now = _resumable_config(load_config(TrainConfig, file)), _resumable_config(config)
     except ConfigError:
         return ""
-    keys = list(_differences("", saved, now))
+    keys = [f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in differences("", saved, now)]
     more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
     return f": {', '.join(keys[:_MOST_NAMED])}{more}" if keys else ""
-
-
-def _differences(key: str, saved: Any, current: Any) -> Iterator[str]:
-    if isinstance(saved, dict) and isinstance(current, dict):
-        for name in (*saved, *(added for added in current if added not in saved)):
-            yield from _differences(f"{key}.{name}" if key else name, saved.get(name), current.get(name))
-    elif saved != current:
-        yield f"{key} was {shown(saved)} and is {shown(current)}"
 
 
 class RunDirectory:
     """The directory of one run.
 
     ``run.json`` holds ``id`` (unique among runs of this name), ``parts`` (processes so far), ``config_digest``,
-    ``first_eval``, ``wall_s`` and ``cpu_s``.
+    ``first_eval`` with the section ``eval`` that it was made by, ``wall_s`` and ``cpu_s``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,7 +256,8 @@ class RunDirectory:
             raise CheckpointError(
                 f"{what} was trained with another configuration{changed_keys(saved, config)}; resume it with the one "
                 f"in {saved}, choose another name, or start over with --fresh (only "
-                f"{', '.join(_FREE_SECTIONS)} and replay.memory_mb may differ)"
+                f"{', '.join(_FREE_SECTIONS)}, and what decides speed and memory alone, such as rollout.concurrency, "
+                "batch.max_tokens_per_micro_batch and model.threads, may differ)"
             )
 
 

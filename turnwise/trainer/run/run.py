@@ -22,8 +22,8 @@ from rich.console import Console
 
 from turnwise.engine.accelerator import peak_bytes
 from turnwise.errors import InferenceError
-from turnwise.evaluation.metrics import EvalResult
-from turnwise.evaluation.runner import evaluate
+from turnwise.evaluation.metrics import EvalResult, success_and_reward
+from turnwise.evaluation.runner import LINE_EVERY_S, EvalProgress, eval_requests, evaluate
 from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.model.core import ServedPolicy
 from turnwise.placement.ray_cluster import RayCluster
@@ -109,7 +109,9 @@ COLUMNS = {
     "informative": "reward/informative",
     "turns": "rollout/turns",
     "success": "eval/sampled",
+    "eval reward": "eval/sampled/reward",
     "greedy": "eval/greedy",
+    "greedy reward": "eval/greedy/reward",
     "tok/s": "time/sampled_tokens_per_s",
     "gap": "gap/max",
     "GB": "memory/peak",
@@ -290,22 +292,37 @@ class TrainRun(RunFiles):
         eval_config = self.config.eval
         if eval_config is None or not self.eval_tasks:
             return None
-        self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
+        self.display.report(f"{label}: evaluating {len(self.eval_tasks)} tasks")
         await self.hooks.call("on_validate_begin", partition="val")
+        progress = EvalProgress(eval_config, eval_requests(eval_config, self.eval_tasks, label))
+        progress.tell(
+            lambda text: self.display.report(f"{label}: {text}"), 0.0 if self.display.redraws else LINE_EVERY_S
+        )
         with self.timeline.span(EVALUATION, label):
-            result = await evaluate(self.manager, eval_config, tasks=self.eval_tasks, label=label)
+            result = await evaluate(
+                self.manager, eval_config, tasks=self.eval_tasks, label=label, on_group=progress.arrived
+            )
         self.last_eval = result.to_json()
-        if self.first_eval is None:
+        if self.first_eval is None or self.state.step == 0:
             self.first_eval = self.last_eval
-            RunDirectory(self.directory).note(first_eval=self.first_eval)
+            RunDirectory(self.directory).note(first_eval=self.first_eval, eval=eval_config.model_dump(mode="json"))
         record = {"kind": "eval", "step": self.state.step, "label": label, **self.last_eval}
         self.metrics.log(record)
         self.figures |= figures(record)
         if self.saved_step == self.state.step:
             self.store.rate(self.state.step, self.figures)
-        self.pending_figures = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
+        self.pending_figures = figures(record)
+        self.display.say(f"{self.config.name} {label}: {success_and_reward(self.last_eval)}")
         await self.hooks.validate_end(result)
         return result
+
+    def resume_first_eval(self) -> bool:
+        """Whether an earlier process, which trained no step, finished the evaluation that precedes the first one."""
+        evaluated = RunDirectory(self.directory).read().get("eval")
+        if self.config.eval is None or evaluated != self.config.eval.model_dump(mode="json"):
+            return False
+        self.last_eval = self.first_eval
+        return True
 
     async def save(self) -> None:
         """Write a checkpoint of the current step, in the train thread."""
@@ -417,9 +434,7 @@ async def _assemble(
     scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
     steps_done, share = state.step, budget.nearest[1]
-    display = LiveDisplay(
-        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=steps_done, share_at_start=share
-    )
+    display = LiveDisplay(config.name, config.steps, COLUMNS, console=console, done=steps_done, share_at_start=share)
     stack.enter_context(display)
     run = TrainRun(
         **vars(files),

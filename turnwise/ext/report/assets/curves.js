@@ -3,7 +3,9 @@
 const FIRST = [
   "reward/mean",
   "eval/sampled",
+  "eval/sampled/reward",
   "eval/greedy",
+  "eval/greedy/reward",
   "train/loss",
   "train/entropy",
   "kl/value",
@@ -172,6 +174,12 @@ function chartData(name, state) {
   return { having, joined, data };
 }
 
+/** The y axis of a curve: one of zeros alone reaches to 1, where uPlot's own goes to 100. */
+function linearRange(_, low, high) {
+  if (low === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function drawChart(place, readout, name, state) {
   let { having, joined, data } = chartData(name, state);
   const styles = getComputedStyle(document.documentElement);
@@ -215,7 +223,7 @@ function drawChart(place, readout, name, state) {
       height: 190,
       legend: { show: false },
       cursor: { sync: { key: "steps", setSeries: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: state.log && positive ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: state.log && positive ? { distr: 3 } : { range: linearRange } },
       axes: [
         { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) },

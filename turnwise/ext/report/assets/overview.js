@@ -13,6 +13,7 @@ const viewOverview = (main) => {
 function overviewOf(run) {
   const facts = [
     run.kind,
+    ...(run.model ? [run.kind === "training" ? `trains ${run.model}` : `model ${run.model}`] : []),
     plural(run.total, "trajectory", "trajectories"),
     plural(Object.keys(run.series).length, "curve"),
   ];
