@@ -26,7 +26,7 @@ import pytest
 import turnwise
 from support.sandboxes.noted_backend import until
 from turnwise.errors import SandboxDied, SandboxFileError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
-from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxSpec
+from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python, isolation_probe
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.sandboxes.local.channel import RequestRefused
@@ -50,6 +50,17 @@ async def backend(**config: object) -> AsyncIterator[LocalBackend]:
 async def open_sandbox(local: LocalBackend, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
     async with local.make(spec or SandboxSpec()) as sandbox:
         yield sandbox
+
+
+async def test_empty_files_do_not_fill_the_memory_of_a_sandbox() -> None:
+    """Each takes kernel memory: without a bound their number ended the sandbox, and its episode was not counted."""
+    limits = SandboxLimits(memory=64 * 2**20, disk=64 * 2**20)
+    async with backend() as local, open_sandbox(local, SandboxSpec(limits=limits)) as sandbox:
+        if not sandbox.capabilities.memory or not sandbox.capabilities.disk:
+            pytest.skip("this machine bounds neither memory nor files of a sandbox")
+        result = await sandbox.exec("for n in $(seq 200000); do : > $n || exit 3; done", timeout=60.0)
+        assert result.exit_code == 3, result.text[-200:]
+        assert (await sandbox.exec("rm -rf * && echo a > a && cat a")).stdout == b"a\n"
 
 
 async def test_sandbox_survives_its_commands(tmp_path: Path) -> None:
