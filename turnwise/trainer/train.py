@@ -158,9 +158,9 @@ async def _train_once(
     if run.hooks.stopped:
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
-        console.print(f"{config.name}: {run.budget.why(limit)}", highlight=False)
+        console.print(f"{config.name}: {run.budget.why(limit)}", highlight=False, soft_wrap=True)
     if summary.before is not None and summary.before != summary.after:
-        console.print(f"at the first evaluation: {success_and_reward(summary.before)}", highlight=False)
+        console.print(f"at the first evaluation: {success_and_reward(summary.before)}", highlight=False, soft_wrap=True)
     if (model := _newest_model(directory)) is not None:
         _hint(console, f"{model} is the trained model: turnwise eval ENV --model takes it")
     _hint(console, f"turnwise report {directory} --open shows curves and trajectories")
