@@ -382,8 +382,8 @@ def load_extensions() -> list[str]:
         if _mark_loading(f"{GROUP}:{entry.name}"):
             done.append(entry.name)
             _load_entry_point(entry)
-    for name in _names_in(MODULES):
-        if _mark_loading(name):
+    for name in map(str.strip, os.environ.get(MODULES, "").split(",")):
+        if name and _mark_loading(name):
             done.append(name)
             _import_extension(name)
     _done.update(environment)
@@ -395,10 +395,6 @@ def _mark_loading(key: str) -> bool:
     fresh = key not in _loaded
     _loaded.add(key)
     return fresh
-
-
-def _names_in(variable: str) -> list[str]:
-    return [name for text in os.environ.get(variable, "").split(",") if (name := text.strip())]
 
 
 def _entry_points() -> Iterator[EntryPoint]:

@@ -319,7 +319,10 @@ def with_template_args(reader: Reader, request: ChatRequest) -> ChatRequest:
 
 def _read(raw: bytes, dialect: Dialect, abilities: Abilities, *, counts: bool) -> ChatRequest:
     body = read_json(raw)
-    return dialect.read({**body, "stream": False} if counts else body, abilities)
+    request = dialect.read({**body, "stream": False} if counts else body, abilities)
+    if request.tools and abilities.unread_calls:
+        raise ApiError(400, f"tools: no call of them can be read: {abilities.unread_calls}", param="tools")
+    return request
 
 
 def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class RayCluster:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             check_room(layout, [node["Resources"] for node in nodes])
             await _check_nodes(nodes, paths)
-            say(f"ray: {len(nodes)} nodes, {amounts(_cpus(nodes))}")
+            total = {name: sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+            say(f"ray: {len(nodes)} nodes, {amounts(total)}")
             group = await _reserve(layout, say)
         except BaseException:  # raised again: only the connection is closed
             if owns:
@@ -281,10 +282,6 @@ def _check_answers(address: str) -> None:
             f"ray.address is {address}, where no cluster answers ({error}): name HOST:PORT of a running one, as ray "
             "start --head prints it, or remove it to start one here"
         ) from error
-
-
-def _cpus(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {name: sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
 
 
 async def _reserve(layout: Layout, say: Callable[[str], None]) -> Any:

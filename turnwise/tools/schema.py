@@ -413,7 +413,9 @@ def _adapter(
         return adapter, plain_schema(adapter.json_schema())
     except _INEXPRESSIBLE as error:
         culprit = next((key for key, hint in fields.items() if not _expressible(hint)), None)
-        part = f"parameter {culprit!r}: {_type_name(fields[culprit])}" if culprit is not None else "its signature"
+        hint = fields.get(culprit or "")
+        what = hint.__name__ if isinstance(hint, type) else str(hint)
+        part = f"parameter {culprit!r}: {what}" if culprit is not None else "its signature"
         raise ToolSchemaError(
             f"tool {label!r}: {part} cannot be described to a model ({str(error).splitlines()[0]}): use {_EXPRESSIBLE}"
         ) from error
@@ -425,10 +427,6 @@ def _expressible(hint: Any) -> bool:
     except _INEXPRESSIBLE:
         return False
     return True
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def _default(label: str, parameter: inspect.Parameter) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from support.chat.model_dirs import FAMILIES, Family, model_dir, template_of, write_model_dir
 from support.gateway.server import Served, serving
 from turnwise.chat.renderer import load_renderer
+from turnwise.gateway.dialects.response_format import abilities_of
 
 CHAT, RESPONSES, MESSAGES = "v1/chat/completions", "v1/responses", "v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
@@ -228,3 +229,28 @@ async def test_a_stream_is_read_behind_the_prompt_that_its_arguments_make(tmp_pa
             "content": "Yes.",
             "reasoning_content": "So it is.",
         }
+
+
+@pytest.mark.parametrize(
+    ("route", "tool"),
+    [
+        (CHAT, {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}),
+        (RESPONSES, {"type": "function", "name": "look", "parameters": {"type": "object"}}),
+        (MESSAGES, {"name": "look", "input_schema": {"type": "object"}}),
+    ],
+)
+async def test_tools_are_refused_where_the_template_drops_calls(
+    route: str, tool: dict[str, Any], tmp_path: Path
+) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    renderer = load_renderer(write_model_dir(tmp_path, FAMILIES["qwen3"], template=template))
+    abilities = abilities_of(renderer, guides=False)
+    async with serving(lambda _: "Yes.", renderer=renderer, abilities=abilities) as served:
+        opened = await served.open()
+        status, body = await ask(served, opened, route, {"tools": [tool]})
+        assert status == 400, body
+        assert "tools: no call of them can be read: " in json.dumps(body)
+        assert (await ask(served, opened, route, {}))[0] == 200

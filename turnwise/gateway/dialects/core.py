@@ -50,6 +50,7 @@ class Abilities:
         most_choices: Maximum answers per request.
         chat_format: Name of the chat format, for error messages.
         lenient: What is ignored instead of refused.
+        unread_calls: Why no call of the model can be read; empty where calls can.
     """
 
     images: bool = False
@@ -58,6 +59,7 @@ class Abilities:
     most_choices: int = 16
     chat_format: str = ""
     lenient: frozenset[Lenient] = frozenset(LENIENT)
+    unread_calls: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,14 @@ def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenien
         forced = guides and bool(renderer.guides.tagged(Guide(calls=("f",), text=False), as_ids([]), [probe]).tag)
     except StructuredOutputError:
         forced = False
+    described = renderer.describe()
     return Abilities(
         images="image" in renderer.media,
         guided=guides,
         forced_calls=forced,
-        chat_format=str(renderer.describe().get("format", "")),
+        chat_format=str(described.get("format", "")),
         lenient=frozenset(lenient),
+        unread_calls=str(described.get("warning") or ""),
     )
 
 
