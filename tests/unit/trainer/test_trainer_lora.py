@@ -17,7 +17,7 @@ from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.engine.batching.kv_cache import KVPool
 from turnwise.engine.capacity import serves_float32
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
+from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, base_digests, is_adapter, model_under, read_adapter
 from turnwise.errors import CheckpointError, FormatError, InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
@@ -214,6 +214,15 @@ def test_adapters_are_refused_on_a_model_that_changed_since(base: Path, tmp_path
             use()
     weights.write_bytes(content)
     learner_of(model).load(saved)
+
+
+def test_a_flipped_byte_anywhere_changes_the_digest(tmp_path: Path) -> None:
+    content = bytearray(17 * 2**20)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    digests = base_digests(tmp_path)
+    content[-17] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert base_digests(tmp_path) != digests
 
 
 def test_every_target_must_match_a_layer(base: Path) -> None:

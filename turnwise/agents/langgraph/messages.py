@@ -79,7 +79,7 @@ class IssuedTurns:
         return self.turns.get((message.id if call is None else call.message_id) or "")
 
     def register_turn(
-        self, message: Message, *, agent: str, message_id: str, offered: frozenset[str]
+        self, message: Message, *, agent: str, message_id: str, offered: frozenset[str] | None
     ) -> tuple[list[GraphCall], list[InvalidToolCall]]:
         """Register a turn; return its calls as the graph sees them.
 
@@ -90,7 +90,7 @@ class IssuedTurns:
             message: The turn.
             agent: Its session.
             message_id: The id of its message.
-            offered: Names of the tools offered; empty where there were none.
+            offered: Names of the tools that may be called; None where there were no tools.
         """
         self.turns[message_id] = (agent, message)
         usable: list[GraphCall] = []
@@ -98,9 +98,11 @@ class IssuedTurns:
         for call in message.get("tool_calls") or ():
             graph_id = graph_call_id(call.id, agent)
             error = call.error
-            offered_tool = not offered or call.name in offered
+            offered_tool = offered is None or call.name in offered
             if error is None and not offered_tool:
-                error = f"there is no tool {shown(call.name)}"
+                error = (
+                    f"there is no tool {shown(call.name)}" if offered else "tool_choice is none: it was not executed"
+                )
             self.calls[graph_id] = IssuedCall(agent, call, message_id, offered_tool)
             if error is None:
                 usable.append(tool_call(name=call.name, args=call.arguments, id=graph_id))

@@ -13,7 +13,7 @@ from turnwise.errors import SessionError, shown
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.openai_chat import read_choice
-from turnwise.gateway.dialects.response_format import FormatField, read_response_format
+from turnwise.gateway.dialects.response_format import FormatField, ResponseFormat, read_response_format
 from turnwise.gateway.errors import ApiError
 from turnwise.types import SamplingParams, ToolSchema
 
@@ -32,17 +32,21 @@ class ModelRequest:
     Attributes:
         params: Sampling; None as the session's.
         fork: Name of the fork that the request makes.
+        calls: Whether the graph takes calls. With ``tool_choice: none`` the prompt keeps its tools all the same.
     """
 
     tools: tuple[ToolSchema, ...]
     params: SamplingParams | None
     template_args: Mapping[str, Any] | None
     fork: str | None
+    calls: bool
 
     @property
-    def offered(self) -> frozenset[str]:
-        """The names of the tools."""
-        return frozenset(tool.name for tool in self.tools)
+    def offered(self) -> frozenset[str] | None:
+        """The names of the tools that may be called; None where there are no tools."""
+        if not self.tools:
+            return None
+        return frozenset(tool.name for tool in self.tools) if self.calls else frozenset()
 
 
 def read_model_request(
@@ -66,25 +70,23 @@ def read_model_request(
     changes: dict[str, Any] = {name: arguments[name] for name in SAMPLING if name in arguments}
     if stop:
         changes["stop"] = tuple(stop)
+    calls = True
     if arguments.keys() & {"tool_choice", "parallel_tool_calls", "response_format"}:
-        tools, changes["guide"] = _constrain(arguments, tools)
+        constraint = _constrain(arguments, tools)
+        tools, calls, changes["guide"] = constraint.tools, constraint.calls, constraint.guide
     params = replace(session, **changes) if changes else None
-    return ModelRequest(tools, params, arguments.get("template_args"), arguments.get("fork"))
+    return ModelRequest(tools, params, arguments.get("template_args"), arguments.get("fork"), calls)
 
 
-def _constrain(arguments: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], Any]:
+def _constrain(arguments: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> ResponseFormat:
     names = [tool.name for tool in tools]
     parallel = arguments.get("parallel_tool_calls", True)
     try:
         choice = read_choice(Fields({"tool_choice": _choice(arguments.get("tool_choice"), names)}))
         answer = FormatField("response_format", _response_format(arguments.get("response_format")), nested=True)
-        constraint = read_response_format(
-            tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls"
-        )
+        return read_response_format(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
     except ApiError as error:
         raise SessionError(f"ChatTurnwise: {error.message}") from error
-    # A graph that takes no calls is offered none: it would run those that come all the same.
-    return constraint.tools if constraint.calls else (), constraint.guide
 
 
 def _choice(value: Any, names: Sequence[str]) -> Any:

@@ -119,9 +119,18 @@ async def test_tools_in_any_form_are_told_alike(form: Any) -> None:
     await model.bind_tools([form]).ainvoke([QUESTION])
     assert '"name": "add"' in client.requests[0].text
     assert "Add two numbers." in client.requests[0].text
-    model, client = made(["x"], family="qwen3")
-    await model.bind_tools([form], tool_choice="none").ainvoke([QUESTION])
-    assert '"name": "add"' not in client.requests[0].text
+
+
+async def test_tool_choice_none_keeps_the_prompt_and_refuses_calls() -> None:
+    model, client = made([calls(("add", {"a": 1, "b": 2})), "x"], family="qwen3")
+    answer = await model.bind_tools([add], tool_choice="none").ainvoke([QUESTION])
+    [refused] = answer.invalid_tool_calls
+    assert not answer.tool_calls
+    assert refused["error"] == "tool_choice is none: it was not executed"
+    await model.bind_tools([add]).ainvoke([QUESTION, answer, HumanMessage("go on")])
+    first, second = (request.text for request in client.requests)
+    assert '"name": "add"' in first
+    assert second.startswith(first)
 
 
 @pytest.mark.parametrize(
