@@ -256,26 +256,30 @@ async def test_episodes_are_spread_over_the_processes() -> None:
 
 
 async def play_through_kills(kills: int, seed: int) -> None:
-    """Run groups while their worker is killed at random moments; every member ends with its whole reward."""
+    """Run groups while their worker is killed at drawn requests; every member ends with its whole reward."""
     spec = SpecConfig(name="tiny:countdown", config={"python": sys.executable, "kwargs": {"start": 20}})
     config = RolloutConfig(env=spec, max_turns=64, retries=1000)
     renderer, written = ToyRenderer(), []
-    client = ScriptedClient(renderer, lambda request: "1")
-    producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer, write=written.append))
     draw, pool, killed = random.Random(seed), await worker_pools().get(), set()
+    left = draw.randint(1, 40)
 
-    async def kill() -> None:
-        while len(killed) < kills:
-            await asyncio.sleep(draw.random() * 0.1)  # a random moment, and not a point of the test's own
+    def answer(request: object) -> str:
+        nonlocal left
+        left -= 1
+        if left <= 0 and len(killed) < kills:
+            left = draw.randint(1, 40)
             for worker in [busy for listed in pool._workers.values() for busy in listed if busy.episodes]:
                 if worker.ended is None and worker.pid not in killed:
                     os.kill(worker.pid, signal.SIGKILL)
                     killed.add(worker.pid)
+        return "1"
 
-    killing, groups = asyncio.ensure_future(kill()), []
-    while not killing.done() or not groups:
+    producer = await RolloutProducer.create(
+        config, ScriptedClient(renderer, answer), None, RolloutParts(renderer, write=written.append)
+    )
+    groups = []
+    while len(killed) < kills:
         groups += await producer.gather([RolloutRequest(Task(f"t{len(groups)}", ""), group_size=2)])
-    await killing
     await producer.close()
     assert [group.failed for group in groups] == [0] * len(groups)
     assert [trajectory.reward for group in groups for trajectory in group.trajectories] == [20.0] * 2 * len(groups)
