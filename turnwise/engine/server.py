@@ -2,13 +2,14 @@
 
 Routes (vLLM's, except ``/stats``): ``POST /inference/v1/generate`` (``stream``: server-sent events); ``GET /health``,
 ``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``,
-``/abort_requests``, ``/update_weights``, ``/update_weight_version``.
+``/abort_requests``, ``/update_weights``, ``/update_weight_version``, all with ``TURNWISE_CONTROL_KEY``'s key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import logging
 import os
 import sys
@@ -71,6 +72,8 @@ class App:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._name = name
         self._stop_strings = stop_strings
+        # What this process starts need not know it.
+        self._key = os.environ.pop(wire.CONTROL_KEY, "").encode()
         self._guides = guides
         self._kept = features_cache()
         self._started = int(time.time())
@@ -112,6 +115,10 @@ class App:
             message = f"{method} {path} is not a route of this server; there are POST {wire.GENERATE}, {routes}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
             return
+        if method == "POST" and not (self._key and hmac.compare_digest(_header(scope, wire.KEY_HEADER), self._key)):
+            message = f"{path} needs the server's key in {wire.KEY_HEADER}: set {wire.CONTROL_KEY} for both to the same"
+            await answer_json(send, 401, wire.encode_error(message, status=401, field=wire.KEY_HEADER))
+            return
         try:
             answer = await handler(await read_body(receive), scope)
         except FormatError as error:
@@ -146,7 +153,7 @@ class App:
             id=name,
             prompt=request.token_ids,
             params=request.params,
-            session_id=_session(scope),
+            session_id=_header(scope, wire.SESSION_HEADER).decode("latin-1"),
             continued=request.continued,
             stream=request.stream,
             stream_interval=request.stream_interval,
@@ -321,9 +328,9 @@ def _usage(output: Output, sampled: int) -> dict[str, Any]:
     }
 
 
-def _session(scope: Scope) -> str:
-    header: bytes = dict(scope["headers"]).get(wire.SESSION_HEADER.lower().encode(), b"")
-    return header.decode("latin-1")
+def _header(scope: Scope, name: str) -> bytes:
+    value: bytes = dict(scope["headers"]).get(name.lower().encode(), b"")
+    return value
 
 
 class ServerSpec(Section):
@@ -412,11 +419,7 @@ def serve(spec: ServerSpec) -> None:
     gc.disable()
     config = spec.config
     process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
-
-    def deliver(outputs: list[Output]) -> None:
-        app.deliver(outputs)
-
-    engine, stop_strings, guides = _load(spec, deliver)
+    engine, stop_strings, guides = _load(spec, lambda outputs: app.deliver(outputs))  # noqa: PLW0108 - made below
     if spec.paused:
         engine.pause(abort=False)
     app = App(engine, spec.name or spec.model.resolve().name, stop_strings=stop_strings, guides=guides)

@@ -72,7 +72,8 @@ class BuiltinReplica(ServerReplica):
             spec = fields | {"config": described, "report_fd": inherited.report, "lifeline_fd": inherited.lifeline}
             return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
-        reported = await process.start(command, _threads(config.threads))
+        key = {wire.CONTROL_KEY: self._key}
+        reported = await process.start(command, lambda parent: {**_threads(config.threads)(parent), **key})
         return int(reported["port"])
 
     async def prepare_updates(self) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -111,8 +112,7 @@ class ServerProcess:
             # The end of the wait for a node, too: a start that is cut off has started nothing.
             process = await asyncio.wait_for(current_placement().start(program), self._launch_timeout)
         except TimeoutError:
-            limit = f"within {self._launch_timeout:g} s"
-            raise InferenceError(f"no node took the server of {self.what} {limit}") from None
+            raise InferenceError(f"no node took the server of {self.what} within {self._launch_timeout:g} s") from None
         except (OSError, PlacementError) as error:
             raise InferenceError(f"the server of {self.what} could not be started: {error}") from error
         self._child = child = _Child(process)
@@ -182,9 +182,8 @@ class ServerProcess:
     async def _notice_death(self, child: _Child) -> None:
         await child.process.ended.wait()
         if not child.expected:
-            story = self._exit_report(child)
-            server_name = f"the server of {self.what} (process {child.process.pid})"
-            self._death = EngineDied(f"{server_name} died: {child.why}{story}")
+            name = f"the server of {self.what} (process {child.process.pid})"
+            self._death = EngineDied(f"{name} died: {child.why}{self._exit_report(child)}")
             self.died.set()
 
     def _exit_report(self, child: _Child) -> str:
@@ -199,9 +198,7 @@ class ServerProcess:
 
 def on_node(host: str, inherited: Inherited) -> str:
     """Return the address that a server binds: its own, or that of its node instead of a loopback address."""
-    if inherited.host is None or not is_loopback(host):
-        return host
-    return inherited.host
+    return host if inherited.host is None or not is_loopback(host) else inherited.host
 
 
 class LaunchedServer:
@@ -449,14 +446,10 @@ async def answer_json(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-_MOST_HOSTS = 64
-"""How many accepted values of ``Host`` are remembered."""
-
-
 def check_host(app: Application, listener: socket.socket, allowed: Sequence[str] = ()) -> Application:
-    """Return an application that answers 403 to a request for another host if its listener has a loopback address.
+    """Return an application that answers 403 to requests for or of another host if its listener is on loopback.
 
-    A web page can have its own name resolve to 127.0.0.1 (DNS rebinding); its requests still carry that name.
+    A web page can have its own name resolve to 127.0.0.1 (``Host``), or post here from its own site (``Origin``).
 
     Args:
         app: The application.
@@ -465,28 +458,29 @@ def check_host(app: Application, listener: socket.socket, allowed: Sequence[str]
     """
     if not is_loopback(str(listener.getsockname()[0])):
         return app
-    accepted: set[bytes] = set()
+
+    @lru_cache(maxsize=64)
+    def accepts(host: bytes) -> bool:
+        name = _host_name(host)
+        return is_loopback(name) or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in allowed)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        host = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"localhost")
-        if host not in accepted:
-            name = _host_name(host)
-            if not is_loopback(name) and not any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in allowed):
-                message = f"Host is {shown(host.decode('latin-1'))}, and this server is bound to a loopback address: "
+        for header, host in scope.get("headers", ()):
+            if header in (b"host", b"origin") and not accepts(host):
+                field = header.decode().title()
+                message = f"{field} is {shown(host.decode('latin-1'))}, and this server is on a loopback address: "
                 message += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
-                await answer_json(send, 403, wire.encode_error(message, status=403, field="Host"))
+                await answer_json(send, 403, wire.encode_error(message, status=403, field=field))
                 return
-            if len(accepted) < _MOST_HOSTS:
-                accepted.add(host)
         await app(scope, receive, send)
 
     return checked
 
 
 def _host_name(host: bytes) -> str:
-    """Return the name in a ``Host``, ``""`` if there is none."""
+    """Return the name in a ``Host`` or ``Origin``, ``""`` if there is none."""
     try:
-        return (urlsplit("//" + host.decode("ascii")).hostname or "").removesuffix(".")
+        return (urlsplit("//" + host.decode("ascii").rpartition("://")[2]).hostname or "").removesuffix(".")
     except ValueError:
         return ""
 

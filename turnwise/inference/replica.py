@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import secrets
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -32,10 +34,10 @@ HEALTH_SECONDS = 40.0
 
 
 class ControlRoutes:
-    """Client of a server's control routes, at a URL that may change between calls."""
+    """Client of a server's control routes, at a URL that may change between calls; ``key`` opens them."""
 
-    def __init__(self) -> None:
-        self._connections = Connections({"Content-Type": "application/json"})
+    def __init__(self, key: str = "") -> None:
+        self._connections = Connections({"Content-Type": "application/json", wire.KEY_HEADER: key})
 
     async def request(
         self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
@@ -153,7 +155,8 @@ class ServerReplica(Replica):
         self._number = number
         self._host = self._config.host
         self._port = self._config.port
-        self._control = ControlRoutes()
+        self._key = os.environ.get(wire.CONTROL_KEY) or (secrets.token_urlsafe(32) if url is None else "")
+        self._control = ControlRoutes(self._key)
         self._adapters = dict(adapters or {})
         # What a restart brings back, and what the process that runs has loaded, by the adapter's name.
         self._manifests: dict[str | None, WeightManifest] = {}

@@ -26,7 +26,9 @@ from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, ServeConfig
+from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
+from turnwise.inference.wire import CONTROL_KEY, KEY_HEADER
 from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
 
@@ -40,6 +42,13 @@ CONFIG = InferenceConfig(max_context=500)
 def lm(tmp_path_factory):
     model = make_model("qwen3")
     return model, save_model(model, tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def control_key():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONTROL_KEY, "key")
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -59,7 +68,7 @@ async def client(replica):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def http(replica):
-    async with aiohttp.ClientSession(replica.url) as session:
+    async with aiohttp.ClientSession(replica.url, headers={KEY_HEADER: "key"}) as session:
         yield session
 
 
@@ -207,6 +216,28 @@ async def test_unknown_routes_and_bodies(http):
         async with http.post(route, data=raw) as answer:
             assert answer.status == 400, route
             assert (await answer.json())["error"]["message"]
+
+
+async def test_only_the_key_changes_a_server_and_no_page_of_another_site_asks_it(lm, replica, client, tmp_path):
+    routes = ("/pause?mode=keep", "/resume", "/abort_requests", "/update_weights", "/update_weight_version")
+    for key in ("", "other"):
+        control = ControlRoutes(key)
+        for route in routes:
+            with pytest.raises(RequestRefused, match=f"answered 401: .* needs the server's key in {KEY_HEADER}: set"):
+                await control.request(replica.url, "POST", route, {})
+        assert (await control.request(replica.url, "GET", "/is_paused")) == {"is_paused": False}
+        await control.close()
+    async with aiohttp.ClientSession(replica.url, headers={"Origin": "https://page.example"}) as page:
+        for route in (*routes, "/inference/v1/generate"):
+            async with page.post(route, data="{}", headers={"content-type": "text/plain"}) as answer:
+                assert answer.status == 403
+                assert "Origin is 'https://page.example'" in (await answer.json())["error"]["message"]
+    open_folder = tmp_path / "open"
+    manifest = write_weights(lm[0].state_dict().items(), open_folder, 3)
+    open_folder.chmod(0o777)
+    with pytest.raises(RequestRefused, match=r"in a folder that every user may write: .*chmod o-w"):
+        await replica.update_weights(manifest)
+    assert (await client.model_info()).weight_version == 0
 
 
 async def test_a_group_is_read_once_over_http(replica, client):

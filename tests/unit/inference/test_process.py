@@ -149,6 +149,8 @@ def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
         ("127.8.9.1", [], 200), ("evil.example", [], 403), ("127.0.0.1.evil.example", [], 403), ("", [], 403),
         ("10.0.0.1", [], 403), ("[", [], 403), ("é", [], 403), ("gw.example:80", ["GW.example"], 200),
         ("a.gw.example", ["*.gw.example"], 200), ("gw.example.evil", ["*.gw.example", "gw.example"], 403),
+        ("https://evil.example", [], 403), ("null", [], 403), ("http://localhost:5173", [], 200),
+        ("https://gw.example", ["gw.example"], 200),
     ],
 )  # fmt: skip
 async def test_a_request_for_another_host_is_refused_on_loopback(host: str, allowed: list[str], status: int) -> None:
@@ -161,7 +163,8 @@ async def test_a_request_for_another_host_is_refused_on_loopback(host: str, allo
     statuses: list[Any] = []
     for address in ("127.0.0.1", "0.0.0.0"):
         with bind(address, 0) as listener:
-            scope = {"type": "http", "headers": [(b"host", host.encode("latin-1"))]}
+            header = b"origin" if "://" in host or host == "null" else b"host"
+            scope = {"type": "http", "headers": [(header, host.encode("latin-1"))]}
             await check_host(reply, listener, allowed)(scope, None, send)  # type: ignore[arg-type]
     # Only an address that other machines cannot reach is one that a page would have to be rebound to.
     assert [code for code in statuses if code] == [status, 200]

@@ -20,17 +20,21 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.inference.routing import RoutingOptions
+from turnwise.inference.wire import CONTROL_KEY
 from turnwise.types import SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SESSIONS, TURNS = 7, 4
+KEY = "key"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaSet]:
     home: Path = tmp_path_factory.mktemp("routed")
     model = save_model(make_model("qwen3", max_position_embeddings=1024), home)
-    replicas = ReplicaSet(InferenceConfig(replicas=2), model, logs=home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONTROL_KEY, KEY)
+        replicas = ReplicaSet(InferenceConfig(replicas=2), model, logs=home)
     await replicas.launch()
     yield replicas
     await replicas.close()
@@ -68,7 +72,7 @@ async def test_sessions_reuse_more_of_their_prompts_than_in_turn(fleet: ReplicaS
 
 
 async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: ReplicaSet) -> None:
-    client, control = fleet.client, ControlRoutes()
+    client, control = fleet.client, ControlRoutes(KEY)
     prompt = TokenPrompt(random_prompt(np.random.default_rng(5), 20))
     params = SamplingParams(temperature=1.0, max_tokens=400, seed=9, ignore_eos=True)
     reference = await client.generate(prompt, params, session_id="s")
