@@ -163,6 +163,10 @@ class RequestRefused(InferenceError):
     retryable = False
 
 
+class EndpointUnusable(RequestRefused):
+    """A hosted endpoint answers no request of this run: it refuses the key, or no model is named."""
+
+
 class StructuredOutputError(TurnwiseError):
     """The requested structured output is unsupported by this engine, chat format or schema."""
 

@@ -28,6 +28,7 @@ from turnwise.errors import (
     INTERRUPTS,
     ConfigError,
     DiskError,
+    EndpointUnusable,
     EnvError,
     InferenceError,
     RequestRefused,
@@ -514,8 +515,8 @@ class RolloutProducer(RolloutManager):
             async with self._slots:
                 outcome = await self._attempt(replace(spec, attempt=attempt) if attempt else spec)
             error = outcome.error
-            if isinstance(error, DiskError):
-                # Nothing of the episode's: no other one could be written down either.
+            if isinstance(error, (DiskError, EndpointUnusable)):
+                # Nothing of the episode's: no other one could be written down, or answered, either.
                 raise error
             self._count_lost(error)
             self._failures.check_began(error, request.group_size * (self._config.retries + 1))

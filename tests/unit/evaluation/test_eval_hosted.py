@@ -212,6 +212,33 @@ async def test_an_endpoint_that_fails_gives_no_figures(
     assert all(not trajectory.segments for trajectory in trajectories)
 
 
+@pytest.mark.parametrize(
+    ("words", "requests", "why"),
+    [
+        (
+            ["--agent", "react"],
+            2,
+            r"the hosted endpoint refused the key \(401\): correct the variable of hosted\.key_env",
+        ),
+        (["--agent", f"{__name__}:OverChat"], 2, r"the hosted endpoint refused the key \(401\)"),
+        (["hosted.model=null"], 0, r"hosted\.model is missing: session\.chat must name the model"),
+    ],
+)
+async def test_an_endpoint_that_answers_nobody_ends_the_evaluation_at_once(
+    words: list[str], requests: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "Incorrect API key"}}, status=401)
+
+    monkeypatch.setenv("TEST_EVAL_KEY", KEY)
+    async with provider(refuse) as there:
+        assert await evaluate(there, tmp_path / "out", "rollout.concurrency=1", *words) == 1
+        # The next episode may have begun; 4 would be played, of 3 tries each.
+        assert len(there.seen) <= requests
+    assert len(re.findall(why, capsys.readouterr().err)) == 1
+
+
 def test_settings_that_hosted_endpoints_lack_are_refused(tmp_path: Path) -> None:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"))
     url = "https://a.test/v1"

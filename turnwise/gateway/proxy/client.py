@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from turnwise.errors import ConfigError, InferenceError, RequestRefused, SessionError
+from turnwise.errors import EndpointUnusable, InferenceError, RequestRefused, SessionError
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.answer import answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint
@@ -95,7 +95,7 @@ class HostedClient(NoTokens):
         max_tokens: int | None,
     ) -> EndpointAnswer:
         if self._model is None:
-            raise ConfigError("hosted.model is missing: session.chat must name the model to request")
+            raise EndpointUnusable("hosted.model is missing: session.chat must name the model to request")
         sampling = _sampling_fields(params, max_tokens)
         body: dict[str, Any] = {"model": self._model, "messages": [_sent(message) for message in messages], **sampling}
         if params.stop:
@@ -130,10 +130,8 @@ class HostedClient(NoTokens):
             async with sending as answer:
                 status, raw = answer.status, self.endpoint.without_key(await answer.read())
                 wait = retry_after(answer.headers)
-            max_retries = (
-                0 if self.endpoint.limit is None else _MOST_RETRIES if status in OVERLOADED else _FAULT_RETRIES
-            )
-            if number >= max_retries or not (status in OVERLOADED or status >= 500):
+            max_retries = _MOST_RETRIES if status in OVERLOADED else _FAULT_RETRIES if status >= 500 else 0
+            if number >= max_retries or self.endpoint.limit is None:
                 break
             backoff = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**number)
             await asyncio.sleep(max(wait or 0.0, backoff) * random.uniform(1.0, 1.25))
@@ -142,17 +140,12 @@ class HostedClient(NoTokens):
 
 def _sampling_fields(params: SamplingParams, max_tokens: int | None) -> dict[str, float]:
     """Return the non-default sampling parameters (some models reject explicit defaults). Raises SessionError."""
-    fields: dict[str, float] = {}
     default = SamplingParams()
     unknown = [name for name in _UNKNOWN if getattr(params, name) != getattr(default, name)]
     if unknown:
         raise SessionError(f"params.{unknown[0]}: session.chat cannot pass it to a hosted endpoint: remove it")
-    if params.temperature != default.temperature:
-        fields["temperature"] = params.temperature
-    if params.top_p != default.top_p:
-        fields["top_p"] = params.top_p
-    if params.seed is not None:
-        fields["seed"] = params.seed
+    names = ("temperature", "top_p", "seed")
+    fields = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(default, name)}
     limits = [limit for limit in (params.max_tokens, max_tokens) if limit is not None]
     return {**fields, "max_completion_tokens": min(limits)} if limits else fields
 
