@@ -122,6 +122,9 @@ def python_root() -> bytes:
         for name in ("python3", "python"):
             _link(archive, f"usr/local/bin/{name}", version)
         archive.add(library, f"usr/local/lib/{version}", filter=_wanted)
+        # A virtual environment of the system's own Python, when it is mounted, names it there.
+        _link(archive, f"usr/bin/{version}", f"/usr/local/bin/{version}")
+        _link(archive, f"usr/lib/{version}", f"/usr/local/lib/{version}")
         site = f"usr/local/lib/{version}/site-packages"
         # The Python of Debian looks for packages there.
         _link(archive, f"usr/local/lib/{version}/dist-packages", "site-packages")
