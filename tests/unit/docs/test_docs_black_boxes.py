@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ def test_every_key_placeholder_and_recipe_is_there() -> None:
 def test_program_of_the_page_is_found_where_the_run_starts(tmp_path: Path, monkeypatch: Any) -> None:
     config = yaml.safe_load(blocks(PAGE, "yaml")[0])["rollout"]["agent"]["config"]
     monkeypatch.chdir(tmp_path)
+    # Debian has no program of the name `python` but in virtual environments.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with pytest.raises(AgentError, match=r"runs 'my_agent\.py', and .* is no file"):
         make_agent("blackbox", **config)
     (tmp_path / "my_agent.py").write_text("")
