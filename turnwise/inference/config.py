@@ -31,7 +31,7 @@ class EngineServerConfig(Section):
         tensor_parallel: GPUs of one server, among which its matrices are divided.
         gpus: Numbers of the GPUs to use, ``tensor_parallel`` for each replica in turn; empty leaves the choice to the
             engine.
-        arguments: Further arguments of ``vllm serve`` (``--quantization=fp8``) or ``sglang.launch_server``
+        arguments: Further arguments of ``vllm serve`` (``--enforce-eager``) or ``sglang.launch_server``
             (``--attention-backend=triton``).
     """
 
