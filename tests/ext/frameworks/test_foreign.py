@@ -261,13 +261,13 @@ async def play_through_kills(kills: int, seed: int) -> None:
     config = RolloutConfig(env=spec, max_turns=64, retries=1000)
     renderer, written = ToyRenderer(), []
     draw, pool, killed = random.Random(seed), await worker_pools().get(), set()
-    left = draw.randint(1, 40)
+    until_kill = draw.randint(1, 40)
 
     def answer(request: object) -> str:
-        nonlocal left
-        left -= 1
-        if left <= 0 and len(killed) < kills:
-            left = draw.randint(1, 40)
+        nonlocal until_kill
+        until_kill -= 1
+        if until_kill <= 0 and len(killed) < kills:
+            until_kill = draw.randint(1, 40)
             for worker in [busy for listed in pool._workers.values() for busy in listed if busy.episodes]:
                 if worker.ended is None and worker.pid not in killed:
                     os.kill(worker.pid, signal.SIGKILL)

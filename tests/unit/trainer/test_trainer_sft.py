@@ -197,7 +197,7 @@ def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_lo
     monkeypatch.setattr(core_module, "SAVE_S", 0.0)
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text(json.dumps(conversation("mia")) + "\n")
-    whole = run_sft(configure(start("qwen3"), tmp_path, name="whole", held_out=held_out), console=quiet())
+    uninterrupted = run_sft(configure(start("qwen3"), tmp_path, name="whole", held_out=held_out), console=quiet())
     losses = {
         record["step"]: record["held_out/nll"]
         for record in read_metrics(tmp_path / "runs" / "whole" / "metrics.jsonl")
@@ -205,11 +205,11 @@ def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_lo
     }
     assert set(losses) == set(range(1, STEPS + 1))
     assert losses[STEPS] < 0.5 * losses[1]
-    taken, take_step = [], core_module.take_step
+    steps_begun, take_step = [], core_module.take_step
 
     def interrupted_step(*arguments: Any) -> dict[str, float]:
-        taken.append(arguments)
-        if len(taken) == 6:
+        steps_begun.append(arguments)
+        if len(steps_begun) == 6:
             raise KeyboardInterrupt
         return take_step(*arguments)
 
@@ -225,7 +225,7 @@ def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_lo
     assert f"after step 5 of {STEPS}" in console.file.getvalue()
     steps = [record["step"] for record in read_metrics(tmp_path / "runs" / "parts" / "metrics.jsonl")]
     assert steps == list(range(1, STEPS + 1))
-    expected = dict(load_model(whole.model).named_weights())
+    expected = dict(load_model(uninterrupted.model).named_weights())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in load_model(resumed.model).named_weights())
     assert sorted(entry.name for entry in resumed.model.parent.iterdir()) == ["metrics.jsonl", "model"]
 
