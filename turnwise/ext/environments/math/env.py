@@ -175,8 +175,8 @@ class MathEnv(ToolEnv):
             return await self.symbolic.score(self, self.row, final)
         text = "" if final is None else text_of(final)
         form = next((form for form in ("boxed", "hash") if extract_answer(text, form) is not None), "text")
-        asked = f"{self.row.prompt} {self.row.data['answer']}".lower()
-        if "%" in (extract_answer(text, form) or "") and "%" not in asked and "percent" not in asked:
+        question = f"{self.row.prompt} {self.row.data['answer']}".lower()
+        if "%" in (extract_answer(text, form) or "") and "%" not in question and "percent" not in question:
             return 0.0
         return _NUMERIC[form](text, self.row.data)
 
