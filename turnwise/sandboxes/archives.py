@@ -109,7 +109,7 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
         # The packing process still waits for the end: it would not know whether that arrived.
         while bounded.read(_CHUNK):
             pass
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise SandboxFileError(f"the sandbox sent an invalid archive: {error}") from error
 
 

@@ -67,7 +67,7 @@ def extract_archive(stream: IO[bytes], folder: str) -> None:
                 archive.extract(member, folder, numeric_owner=True, **trusted)
         while stream.read(_CHUNK):
             pass
-    except tarfile.TarError as error:
+    except (tarfile.TarError, RecursionError) as error:  # headers that announce headers are read by recursion
         raise OSError(errno.EINVAL, f"it is not an archive: {error}") from error
 
 

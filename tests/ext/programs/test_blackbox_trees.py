@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from support.processes.warm import WarmPopen
-from turnwise.ext.programs.program import MARK, Exit, Program, ProgramError
+from support.sandboxes.thread_processes import process_without_first_thread
+from turnwise.ext.programs.program import MARK, Exit, Program, ProgramError, kill_marked
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -251,6 +252,12 @@ async def test_killed_supervisor_ends_the_tree(tmp_path: Path) -> None:
     exit_state = await program.end()
     assert exit_state.status is None
     assert not tagged(tag)
+
+
+def test_marked_process_is_killed_after_its_first_thread_ended() -> None:
+    with process_without_first_thread({MARK: "thread"}) as pid:
+        assert kill_marked("thread", 0.5) == 1
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 async def test_cancelled_start_or_end_leaves_no_process(tmp_path: Path) -> None:

@@ -135,6 +135,19 @@ def test_oversized_and_invalid_archives_are_refused(tmp_path: Path) -> None:
             unpack(io.BytesIO(junk), tmp_path / "b", 3)
 
 
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_chained_headers_are_an_invalid_archive(kind: bytes, tmp_path: Path) -> None:
+    """A header announces the next one; the library reads it by recursion."""
+    header = tarfile.TarInfo("header")
+    header.type = kind
+    chain = io.BytesIO(header.tobuf() * 3000 + bytes(1024))
+    with pytest.raises(SandboxFileError, match="invalid archive"):
+        unpack(chain, tmp_path / "unpacked", 100)
+    chain.seek(0)
+    with pytest.raises(OSError, match="it is not an archive"):
+        extract_archive(chain, str(tmp_path / "extracted"))
+
+
 def test_each_hard_link_counts_towards_max_bytes(tmp_path: Path) -> None:
     names = [(f"n{number}", HARD, "a") for number in range(9)]
     unpack(archive(("a", FILE, b"1234"), *names), tmp_path / "fits", 40)

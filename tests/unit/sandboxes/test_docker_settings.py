@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.sandboxes.thread_processes import process_without_first_thread
 from turnwise.errors import ConfigError, SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.config import open_backend
 from turnwise.sandboxes.core import Mount
 from turnwise.sandboxes.docker.backend import DockerBackend
-from turnwise.sandboxes.docker.host_processes import ProcessInfo, belonging_processes
+from turnwise.sandboxes.docker.host_processes import ProcessInfo, belonging_processes, list_processes
 from turnwise.sandboxes.docker.ownership import OWNER, Owner, is_leftover
+from turnwise.sandboxes.docker.scripts import ID_VARIABLE
 from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
 from turnwise.sandboxes.process_identity import start_time
 
@@ -194,6 +197,15 @@ PROCESSES = {
 def test_processes_of_a_command_are_distinguished(since: int) -> None:
     assert belonging_processes(PROCESSES, FIRST, "mine", since, ["third"]) == {120, 121, 122, 123, 124, 125}
     assert belonging_processes(PROCESSES, FIRST, "mine", since, []) == {120, 121, 122, 123, 124, 125, 130}
+
+
+def test_process_belongs_to_its_command_until_its_last_thread_ends() -> None:
+    with process_without_first_thread({ID_VARIABLE: "mine"}) as pid:
+        process = list_processes(os.getpid())[pid]
+        assert (process.parent, process.name, process.dead) == (os.getpid(), "mine", False)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert list_processes(os.getpid())[pid].dead
 
 
 def test_orphans_are_recognised_by_their_start_without_the_root() -> None:

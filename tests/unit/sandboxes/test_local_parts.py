@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.sandboxes.thread_processes import process_without_first_thread
 from turnwise.errors import ConfigError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend, host_python
@@ -74,6 +75,12 @@ def test_filter_refuses_calls_that_no_namespace_isolates(
     assert verdict(shared, architecture, calls["kill"], -1) == refused  # all processes of the user
     assert verdict(shared, architecture, calls["kill"], 1234) == ALLOWED
     assert verdict(shared, architecture, calls["socket"], 40) == 0x50000 | errno.EAFNOSUPPORT
+    unix_only = seccomp.program(machine, shared=True, unix_only=True)
+    assert unix_only is not None
+    assert verdict(unix_only, architecture, calls["socket"], 1) == ALLOWED
+    assert verdict(unix_only, architecture, calls["read"], 2) == ALLOWED
+    for family in (2, 10, 16, 17, 40):  # AF_INET, AF_INET6, AF_NETLINK, AF_PACKET, AF_VSOCK
+        assert verdict(unix_only, architecture, calls["socket"], family) == 0x50000 | errno.EAFNOSUPPORT
 
 
 def test_filter_refuses_x32_numbers() -> None:
@@ -91,9 +98,19 @@ def test_agent_never_signals_all_processes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_descendants_span_all_generations() -> None:
-    table = {10: (1, "S"), 11: (10, "S"), 12: (11, "Z"), 13: (12, "R"), 20: (1, "S")}
+    table = {10: (1, True), 11: (10, True), 12: (11, False), 13: (12, True), 20: (1, True)}
     assert agent.descendants(table, {10}) == {11, 13}
     assert agent.descendants(table, {20}) == set()
+
+
+def test_process_runs_until_its_last_thread_ends() -> None:
+    with process_without_first_thread({}) as pid:
+        table = agent.processes()
+        assert pid in agent.descendants(table, {os.getpid()})
+        assert all(agent.memory_of(pid, source) > 2**22 for source in ("status", "smaps_rollup"))
+        assert agent.end_trees(lambda _: {pid}, True)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert pid not in agent.descendants(agent.processes(), {os.getpid()})
 
 
 def test_control_groups_of_the_first_version(tmp_path: Path) -> None:

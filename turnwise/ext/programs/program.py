@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -320,10 +321,12 @@ def _marked_processes(variable: bytes) -> set[int]:
     pids = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
-            # It is empty for a zombie, and refused for processes of other users.
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if variable in file.read().split(b"\0"):
-                    pids.add(int(name))
+            # It is empty for a thread that ended, as the first may, and refused for processes of other users.
+            for path in glob.iglob(f"/proc/{name}/task/*/environ"):
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    if environment := file.read():
+                        pids |= {int(name)} if variable in environment.split(b"\0") else set()
+                        break
     return pids
 
 

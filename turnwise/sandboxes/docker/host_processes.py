@@ -18,7 +18,7 @@ _DEAD: Final = {"Z", "X"}
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """A container process as seen on the host: start in ticks since boot, command id, whether it is a zombie."""
+    """A container process as seen on the host: start in ticks since boot, command id, whether all threads ended."""
 
     parent: int
     start_ticks: int
@@ -37,7 +37,7 @@ def list_processes(first: int) -> dict[int, ProcessInfo]:
             if os.readlink(f"/proc/{pid}/ns/pid") != namespace:
                 continue
             fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environment = _read_environment(pid).split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # ended, or another user's, which does not belong to the container
         variable = f"{ID_VARIABLE}=".encode()
@@ -49,8 +49,19 @@ def list_processes(first: int) -> dict[int, ProcessInfo]:
             ),
             "",
         )
-        processes[int(pid)] = ProcessInfo(int(fields[1]), int(fields[19]), name, fields[0] in _DEAD)
+        processes[int(pid)] = ProcessInfo(
+            int(fields[1]), int(fields[19]), name, fields[0] in _DEAD and int(fields[17]) <= 1
+        )
     return processes
+
+
+def _read_environment(pid: str) -> bytes:
+    """Return a process's environment, which its first thread shows only until that thread ends. Raises OSError."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if environment := Path(f"/proc/{pid}/task/{thread}/environ").read_bytes():
+                return environment
+    return b""
 
 
 def belonging_processes(

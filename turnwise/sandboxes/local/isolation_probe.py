@@ -158,11 +158,12 @@ def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
         "no control group bounds processes: they are counted ten times a second": not strong and not pids,
         "no control group bounds processors: limits.cpus does not hold": groups.cpu is None,
         f"no filter of system calls is known for {platform.machine()}": not filtered,
-        f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)": by_landlock and version < 4,
+        f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)": by_landlock and version < 4 and not filtered,
         f"Landlock {version} leaves signals and abstract sockets open (6 or newer: Linux 6.12)": by_landlock
         and version < 6,
-        "UDP, the machine's process list and System V IPC are accessible, and the workdir is not where the spec names "
-        "it": by_landlock,
+        "all networks but TCP are accessible": by_landlock and not filtered,
+        "modes, owners and times of this user's files outside may be changed, unix sockets at a path, the machine's "
+        "process list and System V IPC are accessible, and the workdir is not where the spec names it": by_landlock,
         "workspaces are copied: an overlay is not allowed here": strong and not overlay,
         "no file system of bounded size is allowed here: limits.disk does not hold": contained and not bounded,
         "code inside has all rights of this user": not contained,
@@ -174,7 +175,7 @@ def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
     }
     return Capabilities(
         level.isolation,
-        filesystem=contained,
+        filesystem=strong,
         processes=strong,
         network=strong,
         memory=groups.memory is not None or strong,

@@ -17,6 +17,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -54,6 +55,16 @@ def see_processes(options: dict[str, Any]) -> list[str]:
     return _files_with(options["mark"], glob.glob("/proc/[0-9]*/cmdline"))
 
 
+def change_mode(options: dict[str, Any]) -> list[str]:
+    """Set the mode of a host file, to what it is."""
+    findings = []
+    for path in _paths(options):
+        with contextlib.suppress(OSError):
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode))
+            findings.append(path)
+    return findings
+
+
 def _files_with(text: str, paths: Iterable[str]) -> list[str]:
     findings = []
     for path in paths:
@@ -88,6 +99,24 @@ def signal_host(options: dict[str, Any]) -> list[str]:
     return [f"kill({options['victim']}, SIGKILL) was accepted"]
 
 
+def outlive(options: dict[str, Any]) -> list[str]:
+    """Write lines, for half a minute at most, in a process whose first thread has ended."""
+    if os.fork() == 0:
+        os.setsid()
+        signal.alarm(30)
+        threading.Thread(target=_write_lines, args=(options["output"],)).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit of one thread
+    time.sleep(60)
+    return []
+
+
+def _write_lines(path: str) -> None:
+    while True:
+        with open(path, "a") as file:
+            file.write("\n")
+        time.sleep(0.05)
+
+
 def trace(options: dict[str, Any]) -> list[str]:
     """Trace a process of the host, and read its memory."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -103,21 +132,24 @@ def trace(options: dict[str, Any]) -> list[str]:
 
 
 def tcp(options: dict[str, Any]) -> list[str]:
-    """Connect to a server of the host on its loopback."""
-    findings = []
+    """Connect to a server of the host on its loopback, by another protocol or with flags where options name them."""
+    findings, flags, line = [], options.get("flags", 0), options["mark"].encode() + b"\n"
     for host in ("127.0.0.1", "localhost", *options["addresses"]):
-        with contextlib.suppress(OSError), socket.create_connection((host, options["ports"]["tcp"]), 1.0) as connection:
-            connection.sendall(options["mark"].encode() + b"\n")
-            findings.append(f"{host}:{options['ports']['tcp']}")
+        address = (host, options["ports"]["tcp"])
+        with contextlib.suppress(OSError), socket.socket(proto=options.get("protocol", 0)) as connection:
+            connection.settimeout(1.0)
+            if not flags:
+                connection.connect(address)
+            connection.sendto(line, flags, address)
+            findings.append(f"{host}:{address[1]}")
     return findings
 
 
 def udp(options: dict[str, Any]) -> list[str]:
     """Send a datagram to the host's loopback. Only the host can tell whether it arrived."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        for host in ("127.0.0.1", *options["addresses"]):
-            with contextlib.suppress(OSError):
-                sender.sendto(options["mark"].encode(), (host, options["ports"]["udp"]))
+    for host in ("127.0.0.1", *options["addresses"]):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.sendto(options["mark"].encode(), (host, options["ports"]["udp"]))
     return []
 
 
@@ -135,8 +167,12 @@ def unix(options: dict[str, Any]) -> list[str]:
 def interfaces(options: dict[str, Any]) -> list[str]:
     """List network interfaces that are up and no loopback."""
     del options
-    findings = []
-    for _, name in socket.if_nameindex():
+    findings: list[str] = []
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return findings
+    for name in names:
         request = struct.pack("16sh14x", name.encode(), 0)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             flags = struct.unpack("16xh14x", fcntl.ioctl(probe, 0x8913, request))[0]  # SIOCGIFFLAGS

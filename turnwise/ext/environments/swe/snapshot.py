@@ -184,7 +184,7 @@ def _unpack(source: str, target: Path, commit: str) -> bool:
     try:
         with tarfile.open(path) as archive:
             archive.extractall(target, filter="data")
-    except (tarfile.TarError, OSError) as error:
+    except (tarfile.TarError, OSError, RecursionError) as error:
         raise TaskError(
             f"snapshot {source!r} is neither a folder, a .bundle, a .txtar nor a tar archive: {error}"
         ) from error

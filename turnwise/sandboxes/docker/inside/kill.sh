@@ -7,7 +7,7 @@ look $$
 shift 2
 belongs() {
   look "$1" || return 1
-  case $state in Z|X) return 1;; esac
+  case $state in Z|X) [ "$threads" -gt 1 ] || return 1;; esac
   [ "$start" -ge "$since" ] || return 1
   at=$1
   while [ "$parent" != 0 ]; do

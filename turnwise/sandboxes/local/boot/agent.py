@@ -93,22 +93,22 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(number, (value, value))
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """Return the parent and the state of every visible process."""
+def processes() -> dict[int, tuple[int, bool]]:
+    """Return the parent of every visible process, and whether it runs: its first thread may end before the others."""
     table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb", 0) as file:
                     fields = file.read(4096).rpartition(b")")[2].split()
-                table[int(name)] = (int(fields[1]), fields[0].decode())
+                table[int(name)] = (int(fields[1]), fields[0] not in b"ZX" or int(fields[17]) > 1)
             except (OSError, IndexError):
                 continue
     return table
 
 
-def descendants(table: dict[int, tuple[int, str]], roots: set[int]) -> set[int]:
-    """Return all living descendants of some processes."""
+def descendants(table: dict[int, tuple[int, bool]], roots: set[int]) -> set[int]:
+    """Return all running descendants of some processes."""
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
@@ -119,7 +119,7 @@ def descendants(table: dict[int, tuple[int, str]], roots: set[int]) -> set[int]:
             if pid not in pids and pid not in roots:
                 pids.add(pid)
                 pending.append(pid)
-    return {pid for pid in pids if table[pid][1] not in "ZX"}
+    return {pid for pid in pids if table[pid][1]}
 
 
 def send_signal(pids: set[int], number: int) -> None:
@@ -133,7 +133,7 @@ def send_signal(pids: set[int], number: int) -> None:
             continue
 
 
-def end_trees(roots: Callable[[dict[int, tuple[int, str]]], set[int]], with_roots: bool) -> bool:
+def end_trees(roots: Callable[[dict[int, tuple[int, bool]]], set[int]], with_roots: bool) -> bool:
     """Kill the descendants of some processes; return whether there were any.
 
     They are stopped first, until no new one appears: processes that fork faster than they are killed would never end.
@@ -142,7 +142,7 @@ def end_trees(roots: Callable[[dict[int, tuple[int, str]]], set[int]], with_root
     for _ in range(64):
         table = processes()
         top = roots(table)
-        alive = descendants(table, top) | ({pid for pid in top if table[pid][1] not in "ZX"} if with_roots else set())
+        alive = descendants(table, top) | ({pid for pid in top if table[pid][1]} if with_roots else set())
         if alive <= seen:
             break
         send_signal(alive - seen, _signal.SIGSTOP)
@@ -394,10 +394,18 @@ def memory_of(pid: int, source: str) -> int:
     """Return a process's anonymous and shared memory in bytes; 0 if it is gone or unreadable."""
     fields = (b"RssAnon:", b"RssShmem:") if source == "status" else (b"Pss_Anon:", b"Pss_Shmem:")
     try:
-        with open(f"/proc/{pid}/{source}", "rb") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(fields))
-    except (OSError, ValueError, IndexError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
         return 0
+    for thread in threads:  # one that has ended shows no memory, and the first may end before the others
+        try:
+            with open(f"/proc/{pid}/task/{thread}/{source}", "rb") as file:
+                used = sum(int(line.split()[1]) * 1024 for line in file if line.startswith(fields))
+        except (OSError, ValueError, IndexError):
+            continue
+        if used:
+            return used
+    return 0
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ def run_plan(plan: dict[str, Any], control: int) -> None:
     os.set_inheritable(control, True)
     if plan["seccomp"] == "inherit":
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-        seccomp.install(seccomp.program(os.uname().machine, shared=True))
+        unix_only = plan["landlock"] is not None and not plan["landlock"]["network"]
+        seccomp.install(seccomp.program(os.uname().machine, shared=True, unix_only=unix_only))
     elif plan["seccomp"] == "pass":
         program = seccomp.program(os.uname().machine)
         if program is not None:

@@ -26,7 +26,7 @@ _REFUSED: dict[str, tuple[int, int]] = {  # numbers on x86_64 and aarch64
 }  # fmt: skip
 _ONLY_X86 = (134, 139, 156, 172, 173)  # uselib, sysfs, _sysctl, iopl, ioperm
 _CLONE, _CLONE3, _SOCKET, _KILL_CALL = (56, 220), 435, (41, 198), (62, 129)
-_FAMILIES = (38, 40)
+_AF_UNIX, _FAMILIES = 1, (38, 40)
 """AF_ALG (the kernel's ciphers) and AF_VSOCK (the machine's hypervisor), which a network namespace does not divide."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -34,12 +34,13 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # offsets in the kernel's struct seccomp_data
 
 
-def program(machine: str, shared: bool = False) -> bytes | None:
+def program(machine: str, shared: bool = False, unix_only: bool = False) -> bytes | None:
     """Return the filter for a machine, or None for an unknown one.
 
     Args:
         machine: As ``os.uname`` names it.
         shared: Whether processes outside are visible; a signal to all processes is refused then.
+        unix_only: Whether sockets of all families but AF_UNIX are refused: nothing else divides the network.
     """
     if machine not in _ARCHITECTURES:
         return None
@@ -61,9 +62,10 @@ def program(machine: str, shared: bool = False) -> bytes | None:
     if shared:
         lines += [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 3, _KILL_CALL[at]), (_LOAD, 0, 0, _FIRST)]
         lines += [(_EQUAL, 0, 1, 0xFFFFFFFF), refuse]
-    lines += [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 1 + 2 * len(_FAMILIES), _SOCKET[at]), (_LOAD, 0, 0, _FIRST)]
-    for family in _FAMILIES:
-        lines += [(_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)]
+    families = [(_EQUAL, 1, 0, _AF_UNIX)] if unix_only else [(_EQUAL, 0, 1, family) for family in _FAMILIES]
+    lines += [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 1 + 2 * len(families), _SOCKET[at]), (_LOAD, 0, 0, _FIRST)]
+    for comparison in families:
+        lines += [comparison, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)]
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
