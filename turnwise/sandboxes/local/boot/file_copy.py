@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHUNK = 2**23
-_MAX_DEPTH = 10_000
+_MAX_FRAMES = 10_000
+"""Depth of calls; two of them copy one level of folders."""
 _VANISHED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 """The errors of a name that was removed, or became something else, since it was listed."""
 
@@ -35,13 +36,16 @@ def copy_files(request: dict[str, Any], pid: int) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a folder stays open while its subfolders are copied
-    sys.setrecursionlimit(_MAX_DEPTH)
+    sys.setrecursionlimit(_MAX_FRAMES)
     root = f"/proc/{pid}/root" if request["private"] else ""
     os.makedirs(request["target"])
     os.chmod(request["target"], 0o711)
     copy = FolderCopy(request["max_bytes"])
     for source, name in request["names"]:
-        copy.copy_folder(f"{root}{request['files']}/{source}", os.path.join(request["target"], name))
+        try:
+            copy.copy_folder(f"{root}{request['files']}/{source}", os.path.join(request["target"], name))
+        except RecursionError as error:
+            raise OSError(errno.ENAMETOOLONG, f"folders are nested {_MAX_FRAMES // 2} deep") from error
 
 
 def is_idle(pid: int, nested: bool) -> bool:

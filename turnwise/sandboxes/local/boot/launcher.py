@@ -125,7 +125,7 @@ class Launcher:
             except OSError as failure:
                 error = str(failure)
             except BaseException:  # noqa: BLE001 - the outermost boundary of this process
-                error = traceback.format_exc()
+                error = traceback.format_exc()[-4096:]  # a longer message than the socket takes would never arrive
             self.tell({"call": request["call"], "error": error, "idle": idle})
             os._exit(0)
 
