@@ -330,7 +330,7 @@ async def test_tree_too_deep_to_copy_is_an_error() -> None:
     async with backend() as local, open_sandbox(local) as sandbox:
         assert (await sandbox.exec(["python3", "-c", script])).ok
         # Where few descriptors are allowed, those are exhausted first.
-        with pytest.raises(SandboxStartError, match="could not be copied.*(nested 5000 deep|Too many open files)"):
+        with pytest.raises(SandboxStartError, match=r"could not be copied.*(nested 5000 deep|Too many open files)"):
             await asyncio.wait_for(sandbox.fork(1), 60)
 
 
