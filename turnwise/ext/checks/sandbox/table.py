@@ -131,7 +131,7 @@ _ROWS: Final = (
     Check("attack: mounts", program("mounts"), "kernel"),
     Check("attack: devices", program("devices"), "kernel"),
     Check("attack: outlive the time-out", attacks.outlive_timeout, "always"),
-    Check("attack: outlive the time-out by a thread", attacks.outlive_by_thread, "always"),
+    Check("attack: thread that outlives the time-out", attacks.outlive_by_thread, "always"),
     Check("attack: outlive the host", attacks.outlive_host, "always"),
     Check("attack: read through a link", link_attacks.read_link, "filesystem"),
     Check("attack: write through a link", link_attacks.write_link, "filesystem"),
