@@ -618,6 +618,37 @@ def test_a_key_is_hidden_however_a_stream_is_cut() -> None:
     assert SecretFilter(b"").feed(b"abc") == b"abc"
 
 
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic"])
+def test_a_key_in_pieces_of_text_is_hidden_and_the_rest_arrives(dialect: str) -> None:
+    key = "sk-abcsk-abd"
+
+    def event(text: str, index: int) -> bytes:
+        if dialect == "openai_chat":
+            return chunk({"content": text}, index=index)
+        if dialect == "anthropic":
+            return named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+        return named("response.output_text.delta", output_index=index, delta=text)
+
+    for size in range(1, len(key)):
+        text = f"x {key} sk-abcs {key}. sk"
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        # Another text comes in between.
+        stream = b"".join(event(piece, 0) + event("abd ", 1) for piece in pieces)
+        veil = SecretFilter(key.encode())
+        filtered = veil.feed(stream) + veil.end()
+        texts: dict[int, str] = {0: "", 1: ""}
+        for line in filtered.splitlines():
+            if line.startswith(b"data:"):
+                read = orjson.loads(line[5:])
+                read = read.get("choices", [read])[0]
+                delta = read["delta"]
+                said = delta if isinstance(delta, str) else delta.get("content", delta.get("text"))
+                texts[read.get("index", read.get("output_index"))] += said
+        assert texts == {0: "x [key] sk-abcs [key]. sk", 1: "abd " * len(pieces)}
+    veil = SecretFilter(key.encode())
+    assert veil.feed(event("nothing of it", 0)) == event("nothing of it", 0)
+
+
 async def echoing(request: web.Request) -> web.StreamResponse:
     """Quotes all that it was sent, as debugging proxies do."""
     body = json.dumps(dict(request.headers))

@@ -109,6 +109,12 @@ class AnswerReader(ABC):
         if isinstance(model, str) and model:
             self.model = clean(model[:_QUOTED])
 
+    def _note_usage(self, body: Mapping[str, Any], prompt: str, completion: str) -> None:
+        usage = body.get("usage")
+        if isinstance(usage, Mapping):
+            cached = _count(usage.get(f"{prompt}_details") or {}, "cached_tokens")
+            self.usage = Usage(_count(usage, prompt), _count(usage, completion), cached)
+
     def _message(self, parts: Any, *, cut: bool) -> UpstreamAnswer:
         try:
             return UpstreamAnswer(read_answer(self.dialect, parts), cut)
@@ -135,12 +141,8 @@ def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
 
 def answer_reader(dialect: str) -> AnswerReader:
     """Return the response parser of an API."""
-    kinds: dict[str, type[AnswerReader]] = {
-        "openai_chat": _Chat,
-        "openai_responses": _Responses,
-        "anthropic": _Anthropic,
-    }
-    return kinds[dialect]()
+    kinds: tuple[type[AnswerReader], ...] = (_Chat, _Responses, _Anthropic)
+    return next(kind for kind in kinds if kind.dialect == dialect)()
 
 
 def _count(usage: Mapping[str, Any], key: str) -> int:
@@ -161,7 +163,7 @@ class _Chat(AnswerReader):
         return bool(reasons) and all(reason and reason != "error" for reason in reasons)
 
     def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
-        self._read_usage(body)
+        self._note_usage(body, "prompt_tokens", "completion_tokens")
         return [
             self._message(choice["message"], cut=choice.get("finish_reason") == "length") for choice in body["choices"]
         ]
@@ -172,7 +174,7 @@ class _Chat(AnswerReader):
 
     def add_event(self, event: Mapping[str, Any]) -> None:
         self._read_model(event)
-        self._read_usage(event)
+        self._note_usage(event, "prompt_tokens", "completion_tokens")
         for chunk in event.get("choices") or ():
             blank: dict[str, Any] = {key: [] for key in _TEXTS}
             blank |= {"tool_calls": [], "finish_reason": None}
@@ -184,12 +186,6 @@ class _Chat(AnswerReader):
             choice["reasoning_content"].append(_text(delta.get("reasoning_content") or delta.get("reasoning")))
             for call in delta.get("tool_calls") or ():
                 _add_call(choice["tool_calls"], call)
-
-    def _read_usage(self, body: Mapping[str, Any]) -> None:
-        usage = body.get("usage")
-        if isinstance(usage, Mapping):
-            cached = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
-            self.usage = Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
 
 
 def _join_pieces(choice: dict[str, Any]) -> dict[str, Any]:
@@ -241,10 +237,7 @@ class _Responses(AnswerReader):
         return self._response is not None
 
     def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
-        usage = body.get("usage")
-        if isinstance(usage, Mapping):
-            cached = _count(usage.get("input_tokens_details") or {}, "cached_tokens")
-            self.usage = Usage(_count(usage, "input_tokens"), _count(usage, "output_tokens"), cached)
+        self._note_usage(body, "input_tokens", "output_tokens")
         if body.get("status") in ("failed", "cancelled", "queued", "in_progress"):
             return []
         self.response_id = str(body.get("id") or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -38,6 +38,7 @@ OVERLOADED = frozenset({429, 503, 529})
 """Statuses by which a provider reports that requests come too fast."""
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
 _HIDDEN = b"[key]"
+_NUMBERS = ("index", "output_index", "content_index", "summary_index")
 
 
 class Endpoint:
@@ -134,7 +135,8 @@ class Endpoint:
             answer = await self._pool().request(method, url, data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:
             # The text of such an error may quote headers.
-            raise _unreachable(type(error).__name__) from None
+            why = f"the hosted endpoint cannot be reached ({type(error).__name__})"
+            raise ApiError(503, why, code="overloaded", retry_after=1) from None
         async with answer:
             if 300 <= answer.status < 400:
                 raise ApiError(502, "the hosted endpoint redirects: configure the URL that it redirects to")
@@ -170,27 +172,65 @@ class Endpoint:
 
 
 class SecretFilter:
-    """Removes a key from a stream, however it is chunked; an empty one removes nothing."""
+    """Removes a key from an event stream, cut into chunks and text deltas anywhere; an empty one removes nothing."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._held = b""
+        self._rest = b""
+        self._held: list[list[Any]] = []
+        # Texts that end in a beginning of the key, by the place that they are added to; events wait for what follows.
+        self._open: dict[tuple[str, ...], list[tuple[dict[str, Any], str]]] = {}
 
     def feed(self, data: bytes) -> bytes:
-        """Return the filtered data; a trailing prefix of the key is held back."""
+        """Return the filtered data; an incomplete line, and events that may begin a key, are held back."""
         if not self._key:
             return data
-        data = (self._held + data).replace(self._key, _HIDDEN)
-        longest = min(len(self._key) - 1, len(data))
-        partial = next((size for size in range(longest, 0, -1) if data.endswith(self._key[:size])), 0)
-        self._held = data[len(data) - partial :] if partial else b""
-        return data[: len(data) - partial]
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return b"".join(self._filtered(line) for line in lines)
+
+    def _filtered(self, line: bytes) -> bytes:
+        line, key, event = line.replace(self._key, _HIDDEN) + b"\n", self._key.decode(), None
+        deltas: list[tuple[tuple[str, ...], dict[str, Any], str]] = []
+        if line.startswith(b"data:"):
+            # What is nested too deeply is no delta.
+            with contextlib.suppress(orjson.JSONDecodeError, RecursionError):
+                event = orjson.loads(line[5:])
+                deltas = list(_deltas(event, ()))
+        self._held.append([line, event])
+        for place, holder, name in deltas:
+            pieces = [*self._open.pop(place, ()), (holder, name)]
+            text = "".join(part[field] for part, field in pieces)
+            if key in text:
+                for part, field in pieces:
+                    part[field] = ""
+                holder[name] = text = text.replace(key, _HIDDEN.decode())
+                for entry in self._held:
+                    if entry[1] is not None:
+                        entry[0] = b"data: " + orjson.dumps(entry[1]) + b"\n"
+            if any(text.endswith(key[:size]) for size in range(1, len(key))):
+                self._open[place] = pieces
+        return b"" if self._open else self._flushed()
+
+    def _flushed(self) -> bytes:
+        held, self._held = self._held, []
+        self._open.clear()
+        return b"".join(line for line, _ in held)
 
     def end(self) -> bytes:
         """Return the data held back."""
-        rest, self._held = self._held, b""
-        return rest
+        rest, self._rest = self._rest, b""
+        data = (self._filtered(rest) + self._flushed()) if rest else self._flushed()
+        return data.removesuffix(b"\n") if rest else data
 
 
-def _unreachable(why: str) -> ApiError:
-    return ApiError(503, f"the hosted endpoint cannot be reached ({why})", code="overloaded", retry_after=1)
+def _deltas(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any], str]]:
+    """Yield the texts that an event adds to others: where to, and what holds them under which name."""
+    for member in value if isinstance(value, list) else ():
+        yield from _deltas(member, place)
+    if isinstance(value, dict):
+        place = (*place, *(str(value.get(name)) for name in _NUMBERS))
+        for name, member in value.items():
+            if isinstance(member, str) and "delta" in (*place, name) and name not in ("id", "type", "role"):
+                yield (*place, name), value, name
+            else:
+                yield from _deltas(member, (*place, name))

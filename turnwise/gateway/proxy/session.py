@@ -6,7 +6,7 @@ Turns, branches and fork reasons follow the rules of every session; without a te
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -30,7 +30,6 @@ from turnwise.types import Completion, Media, Message, SamplingParams, TokenIds,
 
 # The limits of a hosted endpoint are unknown: it answers with status 400.
 UNKNOWN_CONTEXT = 2**53
-_BYTES_A_TOKEN = 4
 
 
 class _NoTags:
@@ -66,7 +65,7 @@ class TextRenderer:
 
     def count(self, text: str) -> int:
         """Return an estimate of a text's tokens."""
-        return -(-len(text.encode()) // _BYTES_A_TOKEN)
+        return estimated_tokens(text)
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:  # noqa: ARG002
         """Return no ids."""
@@ -151,11 +150,7 @@ class Usage:
 
     def to_metrics(self) -> dict[str, float]:
         """Return the counts by their names in trajectories."""
-        return {
-            "prompt_tokens": float(self.prompt),
-            "completion_tokens": float(self.completion),
-            "cached_tokens": float(self.cached),
-        }
+        return {f"{name}_tokens": float(count) for name, count in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
