@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -23,7 +24,7 @@ from turnwise.evaluation.view import Selection, show
 from turnwise.gateway.config import GatewayConfig, GatewayLimits, HostedConfig, base_url
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import answer_reader
-from turnwise.gateway.proxy.endpoint import SecretFilter
+from turnwise.gateway.proxy.redaction import SecretFilter
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files
@@ -607,46 +608,97 @@ async def test_the_tokens_of_a_conversation_count_once() -> None:
 
 
 def test_a_key_is_hidden_however_a_stream_is_cut() -> None:
-    key = b"abcabd-secret"
     text = b"x abcabd-secret abcabcabd-secret abc abcabd-secre"
     for size in range(1, len(text)):
-        veil = SecretFilter(key)
-        filtered = b"".join(veil.feed(text[at : at + size]) for at in range(0, len(text), size)) + veil.end()
-        assert filtered == b"x [key] abc[key] abc abcabd-secre"
-    quiet = SecretFilter(key)
-    assert quiet.feed(b"data: {}\n\n") == b"data: {}\n\n", "what is no beginning of a key is not held back"
-    assert SecretFilter(b"").feed(b"abc") == b"abc"
+        key_filter = SecretFilter("abcabd-secret")
+        filtered = b"".join(key_filter.feed(text[at : at + size]) for at in range(0, len(text), size))
+        assert filtered + key_filter.end() == b"x [key] abc[key] abc abcabd-secre"
+    quiet = SecretFilter("abcabd-secret")
+    assert quiet.feed(b"data: {}\n\n") == b"data: {}\n\n", "what is no beginning of a key does not wait"
+    assert SecretFilter("").feed(b"abc") == b"abc"
 
 
-@pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic"])
+def text_event(dialect: str, text: str, index: int = 0) -> bytes:
+    if dialect == "openai_chat":
+        return chunk({"content": text}, index=index)
+    if dialect == "anthropic":
+        return named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+    return named("response.output_text.delta", output_index=index, delta=text)
+
+
+def closing_event(dialect: str, index: int = 0) -> bytes:
+    if dialect == "openai_chat":
+        return chunk({}, "stop", index)
+    if dialect == "anthropic":
+        return named("content_block_stop", index=index)
+    return named("response.output_text.done", output_index=index, text="")
+
+
+def texts_of(stream: bytes) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for line in stream.splitlines():
+        if line.startswith(b"data:"):
+            event = orjson.loads(line[5:])
+            part = event.get("choices", [event])[0]
+            delta = part.get("delta") or {}
+            text = delta if isinstance(delta, str) else delta.get("content") or delta.get("text") or ""
+            index = part.get("index", part.get("output_index"))
+            texts[index] = texts.get(index, "") + text
+    return texts
+
+
+DIALECTS = pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic"])
+
+
+@DIALECTS
 def test_a_key_in_pieces_of_text_is_hidden_and_the_rest_arrives(dialect: str) -> None:
-    key = "sk-abcsk-abd"
+    key = "sk-abcsk-abd/s"
+    random = Random(dialect)
+    for _ in range(150):
+        # Beginnings, whole keys and other words of two texts, which are cut and mixed at random.
+        words = [key, key[:5], key[:1], "s ", "x", "\u00e9s", '"', "\\", "[key]"]
+        texts = ["".join(random.choices(words, k=random.randrange(8))) for _ in range(2)]
+        events, positions = [], [0, 0]
+        while left := [index for index in (0, 1) if positions[index] < len(texts[index])]:
+            index, size = random.choice(left), random.randrange(1, 1 + random.choice((1, 4, 30)))
+            piece = texts[index][positions[index] : positions[index] + size]
+            positions[index] += size
+            events.append(text_event(dialect, piece, index))
+            if random.random() < 0.1:
+                events.append(text_event(dialect, "", index))
+        events += [closing_event(dialect, index) for index in (0, 1)]
+        stream = b"".join(events)
+        if random.random() < 0.3:
+            stream = stream.replace(b"/", random.choice((b"\\/", b"\\u002f")))
+        key_filter, size = SecretFilter(key), random.randrange(1, 200)
+        filtered = b"".join(key_filter.feed(stream[at : at + size]) for at in range(0, len(stream), size))
+        assert texts_of(filtered) == {index: text.replace(key, "[key]") for index, text in enumerate(texts)}
+        assert key_filter.end() == b""
+        if not any(key in text for text in texts):
+            assert filtered == stream, "events without the key are forwarded byte by byte"
 
-    def event(text: str, index: int) -> bytes:
-        if dialect == "openai_chat":
-            return chunk({"content": text}, index=index)
-        if dialect == "anthropic":
-            return named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
-        return named("response.output_text.delta", output_index=index, delta=text)
 
-    for size in range(1, len(key)):
-        text = f"x {key} sk-abcs {key}. sk"
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        # Another text comes in between.
-        stream = b"".join(event(piece, 0) + event("abd ", 1) for piece in pieces)
-        veil = SecretFilter(key.encode())
-        filtered = veil.feed(stream) + veil.end()
-        texts: dict[int, str] = {0: "", 1: ""}
-        for line in filtered.splitlines():
-            if line.startswith(b"data:"):
-                read = orjson.loads(line[5:])
-                read = read.get("choices", [read])[0]
-                delta = read["delta"]
-                said = delta if isinstance(delta, str) else delta.get("content", delta.get("text"))
-                texts[read.get("index", read.get("output_index"))] += said
-        assert texts == {0: "x [key] sk-abcs [key]. sk", 1: "abd " * len(pieces)}
-    veil = SecretFilter(key.encode())
-    assert veil.feed(event("nothing of it", 0)) == event("nothing of it", 0)
+@DIALECTS
+def test_a_text_that_ends_like_a_key_begins_waits_for_its_closing_event_only(dialect: str) -> None:
+    key_filter = SecretFilter("sk-abc")
+    ending, closing, later = text_event(dialect, "yes"), closing_event(dialect), text_event(dialect, "Then", 1)
+    assert key_filter.feed(text_event(dialect, "Oh")) == text_event(dialect, "Oh")
+    assert key_filter.feed(ending).count(b"yes") == 0
+    assert key_filter.feed(later) == b"", "nothing overtakes"
+    assert key_filter.feed(closing) == ending.removeprefix(ending.split(b"data:")[0]) + later + closing
+    assert key_filter.feed(later) == later
+
+
+def test_reasoning_that_ends_like_a_key_begins_ends_where_content_begins() -> None:
+    key_filter = SecretFilter("sk-abc")
+    first, second = chunk({"reasoning": "yes", "reasoning_content": "yes"}), chunk({"content": "Done"})
+    assert key_filter.feed(first) == b""
+    assert key_filter.feed(second) == first + second
+    # Each of two fields with one text is joined to itself.
+    pieces = [chunk({"reasoning": piece, "reasoning_content": piece}) for piece in ("sk-", "ab", "c!")]
+    filtered = key_filter.feed(b"".join(pieces))
+    assert filtered.count(b"[key]!") == 2
+    assert b"sk-" not in filtered
 
 
 async def echoing(request: web.Request) -> web.StreamResponse:

@@ -12,6 +12,7 @@ import orjson
 
 from turnwise.errors import BudgetExceeded, EndpointUnusable, InferenceError, TurnwiseError
 from turnwise.gateway.errors import ApiError
+from turnwise.gateway.proxy.redaction import LineSplitter
 from turnwise.gateway.proxy.request import read_answer
 from turnwise.gateway.proxy.session import Usage
 from turnwise.model.canonical import clean
@@ -51,17 +52,11 @@ class AnswerReader(ABC):
         self.model = ""
         self.response_id = ""
         self.items: list[dict[str, Any]] = []
-        self._rest: list[bytes] = []
+        self._splitter = LineSplitter()
 
     def feed(self, data: bytes) -> None:
         """Parse more of an event stream."""
-        *lines, rest = data.split(b"\n")
-        if lines:
-            # A line may have many pieces (an image): they are joined once.
-            lines[0] = b"".join([*self._rest, lines[0]])
-            self._rest.clear()
-        self._rest.append(rest)
-        for line in lines:
+        for line in self._splitter.split(data):
             if line.startswith(b"data:"):
                 self._read_event(line[5:].strip())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -15,6 +15,7 @@ from yarl import URL
 from turnwise.gateway.concurrency import AdaptiveLimit
 from turnwise.gateway.config import SECRET_HEADERS, HostedConfig
 from turnwise.gateway.errors import ApiError
+from turnwise.gateway.proxy.redaction import HIDDEN, SecretFilter
 from turnwise.inference.connections import retry_after
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -37,8 +38,6 @@ _RETURNED_BEGINNINGS = ("x-ratelimit-", "anthropic-ratelimit-")
 OVERLOADED = frozenset({429, 503, 529})
 """Statuses by which a provider reports that requests come too fast."""
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
-_HIDDEN = b"[key]"
-_NUMBERS = ("index", "output_index", "content_index", "summary_index")
 
 
 class Endpoint:
@@ -154,11 +153,11 @@ class Endpoint:
 
     def without_key(self, data: bytes) -> bytes:
         """Return a response without the key, which some endpoints quote."""
-        return data.replace(self._key.encode(), _HIDDEN) if self._key else data
+        return data.replace(self._key.encode(), HIDDEN.encode()) if self._key else data
 
     def key_filter(self) -> SecretFilter:
         """Return the filter that removes the key from a stream."""
-        return SecretFilter(self._key.encode())
+        return SecretFilter(self._key)
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -169,68 +168,3 @@ class Endpoint:
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._http
-
-
-class SecretFilter:
-    """Removes a key from an event stream, cut into chunks and text deltas anywhere; an empty one removes nothing."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._rest = b""
-        self._held: list[list[Any]] = []
-        # Texts that end in a beginning of the key, by the place that they are added to; events wait for what follows.
-        self._open: dict[tuple[str, ...], list[tuple[dict[str, Any], str]]] = {}
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the filtered data; an incomplete line, and events that may begin a key, are held back."""
-        if not self._key:
-            return data
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return b"".join(self._filtered(line) for line in lines)
-
-    def _filtered(self, line: bytes) -> bytes:
-        line, key, event = line.replace(self._key, _HIDDEN) + b"\n", self._key.decode(), None
-        deltas: list[tuple[tuple[str, ...], dict[str, Any], str]] = []
-        if line.startswith(b"data:"):
-            # What is nested too deeply is no delta.
-            with contextlib.suppress(orjson.JSONDecodeError, RecursionError):
-                event = orjson.loads(line[5:])
-                deltas = list(_deltas(event, ()))
-        self._held.append([line, event])
-        for place, holder, name in deltas:
-            pieces = [*self._open.pop(place, ()), (holder, name)]
-            text = "".join(part[field] for part, field in pieces)
-            if key in text:
-                for part, field in pieces:
-                    part[field] = ""
-                holder[name] = text = text.replace(key, _HIDDEN.decode())
-                for entry in self._held:
-                    if entry[1] is not None:
-                        entry[0] = b"data: " + orjson.dumps(entry[1]) + b"\n"
-            if any(text.endswith(key[:size]) for size in range(1, len(key))):
-                self._open[place] = pieces
-        return b"" if self._open else self._flushed()
-
-    def _flushed(self) -> bytes:
-        held, self._held = self._held, []
-        self._open.clear()
-        return b"".join(line for line, _ in held)
-
-    def end(self) -> bytes:
-        """Return the data held back."""
-        rest, self._rest = self._rest, b""
-        data = (self._filtered(rest) + self._flushed()) if rest else self._flushed()
-        return data.removesuffix(b"\n") if rest else data
-
-
-def _deltas(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any], str]]:
-    """Yield the texts that an event adds to others: where to, and what holds them under which name."""
-    for member in value if isinstance(value, list) else ():
-        yield from _deltas(member, place)
-    if isinstance(value, dict):
-        place = (*place, *(str(value.get(name)) for name in _NUMBERS))
-        for name, member in value.items():
-            if isinstance(member, str) and "delta" in (*place, name) and name not in ("id", "type", "role"):
-                yield (*place, name), value, name
-            else:
-                yield from _deltas(member, (*place, name))

@@ -1,0 +1,163 @@
+"""Removal of the key of a hosted endpoint from its event streams, also where texts quote it in pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import orjson
+
+HIDDEN = "[key]"
+_NUMBERS = ("index", "output_index", "content_index", "summary_index")
+_CLOSING = (".done", "_stop")
+
+
+class LineSplitter:
+    """Splits a stream into lines; ``rest`` is the incomplete last one."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def split(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete with more data, without their ends."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            # A line may have many pieces (an image): they are joined once.
+            lines[0] = b"".join([*self._pieces, lines[0]])
+            self._pieces.clear()
+        self._pieces.append(rest)
+        return lines
+
+    @property
+    def rest(self) -> bytes:
+        """The incomplete last line."""
+        return b"".join(self._pieces)
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    raw: bytes
+    event: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a text: ``holder[name]`` in the event of a line."""
+
+    line: _Line
+    holder: Any
+    name: Any
+
+    @property
+    def text(self) -> str:
+        text: str = self.holder[self.name]
+        return text
+
+    def replace(self, text: str) -> None:
+        self.holder[self.name] = text
+        self.line.raw = b"data: " + orjson.dumps(self.line.event) + b"\n"
+
+
+class SecretFilter:
+    """Removes a key from an event stream, cut into chunks and text deltas anywhere; an empty one removes nothing.
+
+    A line whose text ends in a beginning of the key waits until the text continues or is closed, and all after it.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._splitter = LineSplitter()
+        self._waiting: list[_Line] = []
+        # By choice, item or block: the pieces of its texts that end in a beginning of the key.
+        self._open: dict[tuple[str, ...], dict[tuple[str, ...], list[_Piece]]] = {}
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the filtered data; an incomplete line, and lines that may begin a key, wait."""
+        if not self._key:
+            return data
+        return b"".join(self._filter(line + b"\n") for line in self._splitter.split(data))
+
+    def end(self) -> bytes:
+        """Return the data that waits."""
+        filtered = self._filter(self._splitter.rest)
+        return filtered + b"".join(line.raw for line in self._waiting)
+
+    def _filter(self, raw: bytes) -> bytes:
+        line = _Line(raw.replace(self._key.encode(), HIDDEN.encode()))
+        self._waiting.append(line)
+        if line.raw.startswith(b"data:") and (self._open or _beginnings(self._key).search(line.raw)):
+            self._read(line)
+        # Lines before the first that an open text needs are complete.
+        needed = {id(piece.line) for texts in self._open.values() for pieces in texts.values() for piece in pieces}
+        ready = next((n for n, line in enumerate(self._waiting) if id(line) in needed), len(self._waiting))
+        filtered = b"".join(line.raw for line in self._waiting[:ready])
+        del self._waiting[:ready]
+        return filtered
+
+    def _read(self, line: _Line) -> None:
+        try:
+            line.event = orjson.loads(line.raw[5:])
+            additions = [(part, list(_texts(part, "delta", ()))) for part in _parts(line.event)]
+        except (orjson.JSONDecodeError, RecursionError):
+            # No event of these APIs: the mark of the end, or nested too deeply.
+            return
+        for part, texts in additions:
+            position = tuple(str(part.get(name)) for name in _NUMBERS)
+            closed = part.get("finish_reason") or str(part.get("type")).endswith(_CLOSING)
+            if not (texts or closed):
+                continue
+            # A choice that adds to one text closes its others: reasoning ends where content begins.
+            before = self._open.pop(position, {})
+            after = {
+                place: pieces
+                for place, holder, name in texts
+                if (pieces := self._join([*before.get(place, ()), _Piece(line, holder, name)]))
+            }
+            if after and not closed:
+                self._open[position] = after
+
+    def _join(self, pieces: list[_Piece]) -> list[_Piece]:
+        """Remove the key from a text; return the pieces in which another may begin."""
+        key, text = self._key, "".join(piece.text for piece in pieces)
+        if key in text:
+            text = text.replace(key, HIDDEN)
+            for piece in pieces:
+                piece.replace(text if piece is pieces[-1] else "")
+            pieces = pieces[-1:]
+        begun = next((size for size in range(len(key) - 1, 0, -1) if text.endswith(key[:size])), 0)
+        while pieces and sum(len(piece.text) for piece in pieces[1:]) >= begun:
+            del pieces[0]
+        return pieces
+
+
+@cache
+def _beginnings(key: str) -> re.Pattern[bytes]:
+    """Return what finds a value that may end in a beginning of the key, so that few events are parsed."""
+    beginnings = b"|".join(re.escape(key[:size].encode()) for size in range(len(key) - 1, 0, -1))
+    # What is escaped must be parsed; a name of a member is no text.
+    return re.compile(rb'(?:%s)"(?!\s*:)|\\[u/]' % beginnings)
+
+
+def _parts(event: Any) -> Iterator[dict[str, Any]]:
+    """Yield what an event adds to: choices of a chat, else one item or block, which may begin with a text."""
+    choices = event.get("choices") if isinstance(event, dict) else None
+    for part in choices if isinstance(choices, list) else (event,):
+        if isinstance(part, dict):
+            yield part if "delta" in part else {**part, "delta": part.get("content_block")}
+
+
+def _texts(holder: Any, name: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield the texts that a delta adds to others: where to, and what holds them under which name."""
+    value = holder[name] if isinstance(holder, list) else holder.get(name)
+    if isinstance(value, str) and value:
+        yield place, holder, name
+    elif isinstance(value, dict):
+        for member in value.keys() - {"type"}:
+            yield from _texts(value, member, (*place, member))
+    elif isinstance(value, list):
+        for number, member in enumerate(value):
+            index = member.get("index", number) if isinstance(member, dict) else number
+            yield from _texts(value, number, (*place, str(index)))
