@@ -68,7 +68,8 @@ class SecretFilter:
     """
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._key, self._key_bytes = key, key.encode()
+        self._beginnings = _beginnings(key)
         self._splitter = LineSplitter()
         self._waiting: list[_Line] = []
         # By choice, item or block: the pieces of its texts that end in a beginning of the key.
@@ -86,9 +87,13 @@ class SecretFilter:
         return filtered + b"".join(line.raw for line in self._waiting)
 
     def _filter(self, raw: bytes) -> bytes:
-        line = _Line(raw.replace(self._key.encode(), HIDDEN.encode()))
+        raw = raw.replace(self._key_bytes, HIDDEN.encode())
+        is_event = raw.startswith(b"data:")
+        if not self._open and not (is_event and self._beginnings.search(raw)):
+            return raw
+        line = _Line(raw)
         self._waiting.append(line)
-        if line.raw.startswith(b"data:") and (self._open or _beginnings(self._key).search(line.raw)):
+        if is_event:
             self._read(line)
         # Lines before the first that an open text needs are complete.
         needed = {id(piece.line) for texts in self._open.values() for pieces in texts.values() for piece in pieces}
