@@ -12,7 +12,6 @@ import orjson
 
 from turnwise.errors import BudgetExceeded, EndpointUnusable, InferenceError, TurnwiseError
 from turnwise.gateway.errors import ApiError
-from turnwise.gateway.proxy.redaction import LineSplitter
 from turnwise.gateway.proxy.request import read_answer
 from turnwise.gateway.proxy.session import Usage
 from turnwise.model.canonical import clean
@@ -52,11 +51,10 @@ class AnswerReader(ABC):
         self.model = ""
         self.response_id = ""
         self.items: list[dict[str, Any]] = []
-        self._splitter = LineSplitter()
 
-    def feed(self, data: bytes) -> None:
-        """Parse more of an event stream."""
-        for line in self._splitter.split(data):
+    def feed(self, lines: bytes) -> None:
+        """Parse more lines of an event stream, which are complete."""
+        for line in lines.split(b"\n"):
             if line.startswith(b"data:"):
                 self._read_event(line[5:].strip())
 

@@ -15,28 +15,6 @@ _NUMBERS = ("index", "output_index", "content_index", "summary_index")
 _CLOSING = (".done", "_stop")
 
 
-class LineSplitter:
-    """Splits a stream into lines; ``rest`` is the incomplete last one."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-
-    def split(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete with more data, without their ends."""
-        *lines, rest = data.split(b"\n")
-        if lines:
-            # A line may have many pieces (an image): they are joined once.
-            lines[0] = b"".join([*self._pieces, lines[0]])
-            self._pieces.clear()
-        self._pieces.append(rest)
-        return lines
-
-    @property
-    def rest(self) -> bytes:
-        """The incomplete last line."""
-        return b"".join(self._pieces)
-
-
 @dataclass(eq=False, slots=True)
 class _Line:
     raw: bytes
@@ -64,29 +42,36 @@ class _Piece:
 class SecretFilter:
     """Removes a key from an event stream, cut into chunks and text deltas anywhere; an empty one removes nothing.
 
-    A line whose text ends in a beginning of the key waits until the text continues or is closed, and all after it.
+    It returns complete lines. A line whose text ends in a beginning of the key waits, with all after it, until the text
+    continues or is closed.
     """
 
     def __init__(self, key: str) -> None:
         self._key, self._key_bytes = key, key.encode()
         self._beginnings = _beginnings(key)
-        self._splitter = LineSplitter()
+        self._rest: list[bytes] = []
         self._waiting: list[_Line] = []
         # By choice, item or block: the pieces of its texts that end in a beginning of the key.
         self._open: dict[tuple[str, ...], dict[tuple[str, ...], list[_Piece]]] = {}
 
     def feed(self, data: bytes) -> bytes:
         """Return the filtered data; an incomplete line, and lines that may begin a key, wait."""
-        if not self._key:
-            return data
-        return b"".join(self._filter(line + b"\n") for line in self._splitter.split(data))
+        *lines, rest = data.split(b"\n")
+        if lines:
+            # A line may have many pieces (an image): they are joined once.
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest.clear()
+        self._rest.append(rest)
+        return b"".join(self._filter(line + b"\n") for line in lines)
 
     def end(self) -> bytes:
         """Return the data that waits."""
-        filtered = self._filter(self._splitter.rest)
+        filtered = self._filter(b"".join(self._rest))
         return filtered + b"".join(line.raw for line in self._waiting)
 
     def _filter(self, raw: bytes) -> bytes:
+        if not self._key:
+            return raw
         raw = raw.replace(self._key_bytes, HIDDEN.encode())
         is_event = raw.startswith(b"data:")
         if not self._open and not (is_event and self._beginnings.search(raw)):
@@ -96,8 +81,8 @@ class SecretFilter:
         if is_event:
             self._read(line)
         # Lines before the first that an open text needs are complete.
-        needed = {id(piece.line) for texts in self._open.values() for pieces in texts.values() for piece in pieces}
-        ready = next((n for n, line in enumerate(self._waiting) if id(line) in needed), len(self._waiting))
+        opened = (pieces[0].line for texts in self._open.values() for pieces in texts.values())
+        ready = min(map(self._waiting.index, opened), default=len(self._waiting))
         filtered = b"".join(line.raw for line in self._waiting[:ready])
         del self._waiting[:ready]
         return filtered
