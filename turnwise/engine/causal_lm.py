@@ -131,6 +131,8 @@ class CausalLM:
             from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
+        from turnwise.engine.checkpoint_names import CheckpointNames
+
         AttentionInterface.register(IMPLEMENTATION, attention)
         self.device = resolve_device(device)
         avoid_planned_attention(self.device)
@@ -160,6 +162,7 @@ class CausalLM:
         eos = self._config.eos_token_id if eos is None else eos
         self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
         self._packed: list[PackedLinear] = pack_linears(self._model)
+        self._names = CheckpointNames(self._model, self._model.state_dict())
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
@@ -225,7 +228,7 @@ class CausalLM:
         return peak_bytes(self.device)
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace all weights, or none; tied weights may come under any of their names, with equal values.
+        """Replace all weights, or none, by the tensors of a checkpoint; tied ones may have any of their names.
 
         Tensors of the model's dtype on a CPU become its weights as they are, so they must not change afterwards; others
         are copied.
@@ -233,32 +236,33 @@ class CausalLM:
         Raises FormatError for a missing or unknown name, another shape, or a dtype that is not floating.
         """
         self._check_unnamed(version)
-        targets = self._model.state_dict(keep_vars=True)
+        targets, types = self._model.state_dict(keep_vars=True), self._names.types
         groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for name, target in targets.items():
             groups.setdefault((target.data_ptr(), tuple(target.shape)), []).append(name)
-        problems = [f"unknown name {name!r}" for name in tensors if name not in targets]
-        updates: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        problems = [f"unknown name {name!r}" for name in tensors if name not in types]
+        for name in tensors.keys() & types.keys():
+            dtype, shape = types[name]
+            if tuple(tensors[name].shape) != shape:
+                problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+            elif tensors[name].is_floating_point() != dtype.is_floating_point:
+                problems.append(f"{name} has dtype {tensors[name].dtype}, not {dtype}")
+        updates: list[tuple[list[str], str]] = []
         for names in groups.values():
-            sent = [name for name in names if name in tensors]
-            if not sent:
-                problems.append(f"missing {names[0]!r}")
-                continue
-            target, tensor = targets[sent[0]], tensors[sent[0]]
-            for name in sent:
-                if tuple(tensors[name].shape) != tuple(target.shape):
-                    problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {tuple(target.shape)}")
-                elif tensors[name].is_floating_point() != target.is_floating_point():
-                    problems.append(f"{name} has dtype {tensors[name].dtype}, not {target.dtype}")
-                elif tensors[name] is not tensor and not torch.equal(tensors[name], tensor):
-                    problems.append(f"{name} is tied to {sent[0]}, but their values differ")
-            updates.append(([targets[name] for name in names], tensor))
-        refuse(f"weights version {version}", problems, "send the state dict of the same architecture")
+            sent_names = [name for name in names if tensors.keys() & self._names.parts[name]] or names[:1]
+            first, *others = (self._names.parts[name] for name in sent_names)
+            problems += [f"missing {part!r}" for part in first if part not in tensors]
+            # What is tied is not fused: it is one tensor.
+            for [tied] in others:
+                if first[0] in tensors and not torch.equal(tensors[tied], tensors[first[0]]):
+                    problems.append(f"{tied} is tied to {first[0]}, but their values differ")
+            updates.append((names, sent_names[0]))
+        refuse(f"weights version {version}", problems, "send the checkpoint of the same architecture")
         with torch.no_grad():
-            for tied, tensor in updates:
-                adopted = self._adoptable(tensor, tied[0])
-                for target in tied:
-                    if adopted:
+            for names, sent_name in updates:
+                tensor = self._names.join(sent_name, tensors)
+                for target in (targets[name] for name in names):
+                    if self._adoptable(tensor, target):
                         target.data = tensor
                     else:
                         target.copy_(tensor)

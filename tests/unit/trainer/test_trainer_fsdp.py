@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.engine.families import save_family
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from support.trainer.ranks import WarmRanks, pair_of_ranks
 from turnwise.engine.weights import WeightStream, read_weights, write_weights
@@ -35,6 +36,7 @@ from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjec
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.learn.reference import open_reference
 from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.policy import load_model
 from turnwise.trajectory import TrainSample
 
 LENGTHS = (31, 9, 14, 6, 11, 7, 22)
@@ -371,6 +373,21 @@ def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path
     assert [reference.name for reference in tmp_path.iterdir()] == [Path(written.path).name]
     step(learner)
     assert write_weights(learner.export_weights(), tmp_path, 3, previous=rewritten).path != written.path
+
+
+def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two: WarmRanks, tmp_path: Path) -> None:
+    mixture = save_family("qwen3_moe", tmp_path / "mixture", vocab_size=VOCABULARY)
+    learner = FSDPLearner(two, policy(mixture), 9)
+    one = open_learner(policy(mixture), 9)
+    for trained in (learner, one):
+        step(trained)
+    assert gap(weights(learner), weights(one)) < 1e-5
+    learner.save(tmp_path)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in weights(learner)
+    assert gap(weights(learner), dict(load_model(tmp_path).named_weights())) == 0
+    resumed = FSDPLearner(two, policy(mixture), 9)
+    resumed.load(tmp_path)
+    assert gap(weights(learner), weights(resumed)) == 0
 
 
 def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:

@@ -272,8 +272,8 @@ class FSDPLearner(Learner, ModelHost):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters; each is gathered when asked for."""
-        names = self._facts.exported
-        return WeightStream(names, ((name, self._call("weight", name)) for name in names))
+        parts = (self._call("export", name) for name in self._facts.parameters)
+        return WeightStream(self._facts.exported, (pair for part in parts for pair in part.items()))
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""

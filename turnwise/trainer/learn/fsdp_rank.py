@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
@@ -57,6 +57,7 @@ from turnwise.trainer.learn.torch_learner import (
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
+from turnwise.trainer.model.weights import PolicyWeights
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
@@ -260,14 +261,15 @@ class RankModel:
         policy: The model, sharded.
         root: The module that scores.
         optimizer: Its optimizer; None for a model that is not trained.
+        weights: Its sharded weights.
         head: Its value head, sharded, if it has one.
     """
 
     policy: Policy
     root: Any
     optimizer: _Optimizer | None
+    weights: PolicyWeights
     head: ValueHead | None = None
-    _tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -296,29 +298,13 @@ class RankModel:
             return_freed_memory()
         policy.sequence = sequence_group
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
-        model = cls(policy, root, optimizer, head)
-        model._name_tensors()
+        weights = PolicyWeights(policy.model, policy.lora)
+        model = cls(policy, root, optimizer, weights, head)
         limits = policy.vocab_size, policy.rope_limit
         if (lora := policy.lora) is None:
-            return model, ModelFacts(model._types(), *limits, None, starts_bare=False)
-        return model, ModelFacts(_types(lora.tensors()), *limits, lora.info, not lora.continued)
-
-    def _name_tensors(self) -> None:
-        """Note the tensors of the bare model, tied ones once, by their names there: name and tensor as they are."""
-        lora, seen = self.policy.lora, set()
-        for name, tensor in self.policy.model.state_dict(keep_vars=True).items():
-            exported_name = name if lora is None else lora.whole_name(name)
-            if exported_name is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._tensors[exported_name] = name, tensor
-
-    def _types(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return _types((name, tensor) for name, (_, tensor) in self._tensors.items())
-
-    def _whole(self, exported_name: str) -> Tensor:
-        name, tensor = self._tensors[exported_name]
-        lora = self.policy.lora
-        return _gather_tensor(tensor) if lora is None else lora.whole_tensor(name, tensor, _gather_tensor)
+            return model, ModelFacts(weights.names.types, tuple(weights), *limits, None, starts_bare=False)
+        factors = dict(lora.tensors())
+        return model, ModelFacts(_types(factors), tuple(factors), *limits, lora.info, not lora.continued)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
@@ -362,12 +348,15 @@ class RankModel:
             self.root.reshard()
         return scores
 
-    def weight(self, name: str) -> Tensor | None:
-        """Return a whole tensor of those that servers need, in the first rank; else None."""
+    def export(self, name: str) -> dict[str, Tensor] | None:
+        """Return what servers need of a parameter, or a factor, as whole tensors, in the first rank; else None."""
         lora = self.policy.lora
         with in_step():
-            tensor = self._whole(name) if lora is None else _gather_tensor(dict(lora.tensors())[name])
-        return tensor.cpu() if dist.get_rank() == 0 else None
+            if lora is None:
+                parts = self.weights.parts(name, _gather_tensor)
+            else:
+                parts = {name: _gather_tensor(dict(lora.tensors())[name])}
+        return {part: tensor.cpu() for part, tensor in parts.items()} if dist.get_rank() == 0 else None
 
     def save_model(self, directory: Path, adapters: bool) -> None:
         """Write the model in Hugging Face format, or only its adapters: the first rank one tensor after another."""
@@ -378,10 +367,14 @@ class RankModel:
             if first:
                 lora.save(directory, factors)
         else:
-            tensors = ((name, self._whole(name).cpu()) for name in self._tensors)
+            tensors = (
+                (name, tensor.cpu())
+                for parameter in self.weights
+                for name, tensor in self.weights.parts(parameter, _gather_tensor).items()
+            )
             try:
                 if first:
-                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self._types(), tensors))
+                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self.weights.names.types, tensors))
             finally:
                 # Also where the disk refuses: the other ranks take part in all of them.
                 for _ in tensors:
@@ -417,14 +410,15 @@ class RankModel:
         return optimizer.steps, dict(optimizer.skipped)
 
     def _load_weights(self, file: Path) -> None:
-        parameters = self.policy.model.state_dict(keep_vars=True)
+        names = self.weights.names
         try:
             with safe_open(file, framework="pt") as saved:
                 shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
-                if shapes != {name: shape for name, (_, shape) in self._types().items()}:
+                if shapes != {name: shape for name, (_, shape) in names.types.items()}:
                     raise CheckpointError(f"{file} holds no weights for this model: other names or shapes")
-                for name in shapes:
-                    _copy_to_shard(parameters[name], saved.get_tensor(name))
+                for parameter, parts in names.parts.items():
+                    whole = names.join(parameter, {name: saved.get_tensor(name) for name in parts})
+                    _copy_to_shard(self.weights.tensor(parameter), whole)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
@@ -445,8 +439,8 @@ def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
     return policy
 
 
-def _types(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
+def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:

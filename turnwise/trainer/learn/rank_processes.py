@@ -74,7 +74,8 @@ class ModelFacts:
     """What the process that trains has to know of a sharded model.
 
     Attributes:
-        exported: Type and shape of the weights that servers need, by name.
+        exported: Type and shape of the weights that servers need, by their names in the checkpoint.
+        parameters: The names of the parameters, or factors, that have them.
         vocab_size: Ids that it scores.
         rope_limit: Tokens of the longest row that it scores; None without a limit.
         adapter: Its adapters.
@@ -82,6 +83,7 @@ class ModelFacts:
     """
 
     exported: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    parameters: tuple[str, ...]
     vocab_size: int
     rope_limit: RopeLimit | None
     adapter: AdapterInfo | None

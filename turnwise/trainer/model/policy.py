@@ -33,6 +33,7 @@ from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach
 from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
+from turnwise.trainer.model.weights import PolicyWeights
 
 try:
     from safetensors import SafetensorError
@@ -141,19 +142,12 @@ class Policy:
         return self.sequence.gather(values, computed.to(values.device), batch.trained_tokens)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
+        """Yield (name, tensor) of every parameter and saved buffer, tied ones once, as the checkpoint has them.
 
-        Names are those of the Hugging Face state dict; adapters are merged into copies of their matrices.
+        They are detached, and copies only where the model has them fused; adapters are merged into copies of their
+        matrices.
         """
-        seen: set[int] = set()
-        state: dict[str, Tensor] = self.model.state_dict()
-        if self.lora is not None:
-            state = self.lora.whole(state)
-        for name, tensor in state.items():
-            if tensor.data_ptr() in seen and tensor.numel():
-                continue
-            seen.add(tensor.data_ptr())
-            yield name, tensor.detach()
+        return PolicyWeights(self.model, self.lora).read()
 
     def save_hf(self, directory: Path) -> None:
         """Write the model in Hugging Face format, adapters merged, with its tokenizer files and chat template."""

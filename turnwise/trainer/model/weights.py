@@ -1,0 +1,62 @@
+"""The whole weights of a policy, adapters merged, as its checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from turnwise.engine.checkpoint_names import CheckpointNames
+from turnwise.errors import FormatError, TrainError
+from turnwise.trainer.model.lora import LoRA
+
+
+class PolicyWeights:
+    """The parameters and saved buffers of a model, tied ones once, whose adapters are merged when they are read.
+
+    Attributes:
+        names: Converts them to the tensors of the checkpoint.
+    """
+
+    def __init__(self, model: Any, lora: LoRA | None) -> None:
+        """Note the tensors of a model, which may be sharded.
+
+        Raises:
+            TrainError: They cannot be sent one after the other.
+        """
+        self._lora = lora
+        # By their names in the bare model: name and tensor as they are.
+        self._tensors: dict[str, tuple[str, Tensor]] = {}
+        seen = set()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            bare_name = name if lora is None else lora.whole_name(name)
+            if bare_name is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._tensors[bare_name] = name, tensor
+        try:
+            self.names = CheckpointNames(model, {name: tensor for name, (_, tensor) in self._tensors.items()})
+        except FormatError as error:
+            raise TrainError(f"model.path: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the parameters in the bare model."""
+        return iter(self._tensors)
+
+    def tensor(self, parameter: str) -> Tensor:
+        """Return a parameter's tensor as the model has it."""
+        return self._tensors[parameter][1]
+
+    def parts(self, parameter: str, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint that a parameter has; ``gathered`` makes whole tensors of sharded ones.
+
+        They are live where the parameter is neither fused nor adapted: copy to keep.
+        """
+        name, tensor = self._tensors[parameter]
+        whole = gathered(tensor) if self._lora is None else self._lora.whole_tensor(name, tensor, gathered)
+        return self.names.split(parameter, whole)
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
+        for parameter in self:
+            yield from self.parts(parameter).items()
