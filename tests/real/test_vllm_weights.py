@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.engine.greedy import CLOSE, GREEDY, logits, prompts
 from support.engine.vllm_server import vllm_config
@@ -25,6 +25,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import AdapterInfo, WeightManifest
+from turnwise.trainer.model.weights import PolicyWeights
 from turnwise.types import Completion, SamplingParams, TokenPrompt
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
@@ -42,7 +43,7 @@ def changed(model: Any, seed: int) -> Any:
 
 
 def written(model: Any, folder: Path, version: int) -> WeightManifest:
-    return write_weights(model.named_parameters(), folder, version)
+    return write_weights(PolicyWeights(model, None).read(), folder, version)
 
 
 def check(model: Any, prompt: TokenPrompt, done: Completion, span: tuple[int, int], *, greedy: bool) -> None:
@@ -193,7 +194,7 @@ async def test_mismatched_weights_are_refused_before_loading(
     await check_all(client, reference, 3)
 
 
-# A server of its own, of a model with an output matrix of its own.
+# A server of its own, of a mixture of experts with an output matrix of its own.
 
 
 class Unchecked(VLLMReplica):
@@ -207,10 +208,11 @@ class Unchecked(VLLMReplica):
 @pytest.fixture(scope="module")
 def untied(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("untied") / "model"
-    config = Qwen3Config.from_pretrained(checkpoint)
-    config.tie_word_embeddings = False
+    dense = Qwen3Config.from_pretrained(checkpoint).to_dict()
+    del dense["model_type"], dense["architectures"]
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**dense, **sizes, "tie_word_embeddings": False})).eval()
     model.save_pretrained(directory)
     for file in checkpoint.iterdir():
         if not (directory / file.name).exists():

@@ -153,10 +153,17 @@ class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Process what was loaded into the form that the layers compute with."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type != "cpu":
+            return
         head = getattr(self.model, "lm_head", None)
-        if self.device.type == "cpu" and head is not None and self.model_config.hf_text_config.tie_word_embeddings:
+        if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
             # Its packed copy is remade where weights are loaded into it; a tied one is loaded as the embedding.
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        for module in self.model.modules():
+            # Experts are packed when they are loaded first, and a reload skips that.
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Do nothing."""
