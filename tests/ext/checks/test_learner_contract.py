@@ -124,9 +124,9 @@ class ForgetsMoments(TorchLearner):
 class NamesTwice(TorchLearner):
     """Tied weights under both names."""
 
-    def export_weights(self):
-        yield from super().export_weights()
-        yield next(iter(super().export_weights()))
+    def export_weights(self, dtype=None):
+        yield from super().export_weights(dtype)
+        yield next(iter(super().export_weights(dtype)))
 
 
 class ReadsNoParents(TorchLearner):

@@ -304,8 +304,8 @@ class StruckLearner(TorchLearner):
         moment(MID_STEP)
         return stats
 
-    def export_weights(self):
-        yield from super().export_weights()
+    def export_weights(self, dtype=None):
+        yield from super().export_weights(dtype)
         for schedule in _ARMED:
             schedule.strike_when_sent(MID_SYNC)
 

@@ -14,6 +14,7 @@ from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.checkpoint_names import CheckpointNames
 from turnwise.errors import FormatError
 from turnwise.trainer.model.policy import load_model
+from turnwise.trainer.model.weights import PolicyWeights
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -32,6 +33,18 @@ def test_split_weights_are_those_of_the_saved_folder_and_join_to_the_model(model
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     assert CheckpointNames(empty, empty.state_dict()).types == names.types
+
+
+def test_parameters_are_rounded_for_servers_and_saved_buffers_are_not(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_family("deepseek_v3", tmp_path))
+    weights = PolicyWeights(model, None)
+    rounded = dict(weights.read(torch.bfloat16))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {name for name, tensor in rounded.items() if tensor.dtype == torch.float32} == {bias}
+    assert all(torch.equal(rounded[name], whole.to(rounded[name].dtype)) for name, whole in weights.read())
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rounded.items()} == weights.types(
+        torch.bfloat16
+    )
 
 
 def test_a_mixture_is_updated_by_the_names_of_its_checkpoint_and_refuses_others(tmp_path: Path) -> None:

@@ -384,6 +384,10 @@ def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two:
     assert gap(weights(learner), weights(one)) < 1e-5
     learner.save(tmp_path)
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in weights(learner)
+    rounded = learner.export_weights(torch.bfloat16)
+    assert isinstance(rounded, WeightStream)
+    assert {dtype for dtype, _ in rounded.described.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, weights(learner)[name].bfloat16()) for name, tensor in rounded)
     assert gap(weights(learner), dict(load_model(tmp_path).named_weights())) == 0
     resumed = FSDPLearner(two, policy(mixture), 9)
     resumed.load(tmp_path)

@@ -270,10 +270,10 @@ class FSDPLearner(Learner, ModelHost):
         """The adapter settings, where the policy has adapters."""
         return self._facts.adapter
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters; each is gathered when asked for."""
-        parts = (self._call("export", name) for name in self._facts.parameters)
-        return WeightStream(self._facts.exported, (pair for part in parts for pair in part.items()))
+        parts = (self._call("export", name, dtype) for name in self._facts.parameters)
+        return WeightStream(self._call("types", dtype), (pair for part in parts for pair in part.items()))
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""

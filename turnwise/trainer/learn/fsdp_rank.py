@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from turnwise.engine.accelerator import process_group_backend, use_device
+from turnwise.engine.checkpoint_names import TensorType
 from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.placement.devices import CPU
@@ -302,9 +303,8 @@ class RankModel:
         model = cls(policy, root, optimizer, weights, head)
         limits = policy.vocab_size, policy.rope_limit
         if (lora := policy.lora) is None:
-            return model, ModelFacts(weights.names.types, tuple(weights), *limits, None, starts_bare=False)
-        factors = dict(lora.tensors())
-        return model, ModelFacts(_types(factors), tuple(factors), *limits, lora.info, not lora.continued)
+            return model, ModelFacts(tuple(weights), *limits, None, starts_bare=False)
+        return model, ModelFacts(tuple(dict(lora.tensors())), *limits, lora.info, not lora.continued)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
@@ -348,12 +348,18 @@ class RankModel:
             self.root.reshard()
         return scores
 
-    def export(self, name: str) -> dict[str, Tensor] | None:
+    def types(self, dtype: torch.dtype | None) -> dict[str, TensorType]:
+        """Return type and shape of what :meth:`export` returns of all parameters, or factors."""
+        if (lora := self.policy.lora) is None:
+            return self.weights.types(dtype)
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in lora.tensors()}
+
+    def export(self, name: str, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
         """Return what servers need of a parameter, or a factor, as whole tensors, in the first rank; else None."""
         lora = self.policy.lora
         with in_step():
             if lora is None:
-                parts = self.weights.parts(name, _gather_tensor)
+                parts = self.weights.parts(name, _gather_tensor, dtype)
             else:
                 parts = {name: _gather_tensor(dict(lora.tensors())[name])}
         return {part: tensor.cpu() for part, tensor in parts.items()} if dist.get_rank() == 0 else None
@@ -437,10 +443,6 @@ def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
     if not trained:
         policy.model.requires_grad_(False)
     return policy
-
-
-def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:

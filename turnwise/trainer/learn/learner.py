@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
@@ -186,10 +187,11 @@ class Learner(ABC):
         return None
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the weights that servers need. The tensors are live: copy to keep.
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the weights that servers need. The tensors may be live: copy to keep.
 
-        All weights by their Hugging Face state-dict names, tied ones once; or the factors of :attr:`adapter`.
+        All weights by their names in the checkpoint, tied ones once, parameters rounded to ``dtype``; or the factors
+        of :attr:`adapter` as they are.
         """
 
     @abstractmethod

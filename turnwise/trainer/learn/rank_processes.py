@@ -28,11 +28,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from turnwise.engine.capacity import RopeLimit
+from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of
 from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts
@@ -74,15 +77,13 @@ class ModelFacts:
     """What the process that trains has to know of a sharded model.
 
     Attributes:
-        exported: Type and shape of the weights that servers need, by their names in the checkpoint.
-        parameters: The names of the parameters, or factors, that have them.
+        parameters: The names of the parameters, or factors, that servers need.
         vocab_size: Ids that it scores.
         rope_limit: Tokens of the longest row that it scores; None without a limit.
         adapter: Its adapters.
         starts_bare: Whether without its adapters it is the initial model.
     """
 
-    exported: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     parameters: tuple[str, ...]
     vocab_size: int
     rope_limit: RopeLimit | None
@@ -347,10 +348,15 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, sent: Any) -> Any:
         if type(sent) is Tensor:
-            return torch.from_numpy, (sent.detach().cpu().contiguous().numpy(),)
+            # numpy has no bfloat16: the bytes travel.
+            return _tensor, (bytes_of(sent.cpu()), sent.dtype, tuple(sent.shape))
         if isinstance(sent, (types.FunctionType, type)) and not _importable(sent):
             return load_object, (reference_to(sent, "function"), "function")
         return NotImplemented
+
+
+def _tensor(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(content).view(dtype).reshape(shape)
 
 
 def _importable(definition: Any) -> bool:

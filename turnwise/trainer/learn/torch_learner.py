@@ -223,9 +223,9 @@ class TorchLearner(Learner):
         with torch.no_grad():
             return [self.policy.value_head(self.policy.states(batch)) for batch in batches]
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They are live: copy to keep."""
-        return self.policy.named_weights() if self.policy.lora is None else self.policy.lora.tensors()
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They may be live: copy to keep."""
+        return self.policy.named_weights(dtype) if self.policy.lora is None else self.policy.lora.tensors()
 
     @property
     def adapter(self) -> AdapterInfo | None:

@@ -141,13 +141,13 @@ class Policy:
         computed = self.sequence.own_places(batch.predictors, batch.tokens)
         return self.sequence.gather(values, computed.to(values.device), batch.trained_tokens)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, as the checkpoint has them.
 
-        They are detached, and copies only where the model has them fused; adapters are merged into copies of their
-        matrices.
+        They are detached; copies where the model has them fused, where adapters are merged into them, and where
+        parameters are rounded to ``dtype``.
         """
-        return PolicyWeights(self.model, self.lora).read()
+        return PolicyWeights(self.model, self.lora).read(dtype)
 
     def save_hf(self, directory: Path) -> None:
         """Write the model in Hugging Face format, adapters merged, with its tokenizer files and chat template."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from turnwise.engine.checkpoint_names import CheckpointNames
+from turnwise.engine.checkpoint_names import CheckpointNames, TensorType
 from turnwise.errors import FormatError, TrainError
 from turnwise.trainer.model.lora import LoRA
 
@@ -47,16 +48,37 @@ class PolicyWeights:
         """Return a parameter's tensor as the model has it."""
         return self._tensors[parameter][1]
 
-    def parts(self, parameter: str, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Tensor]:
-        """Return the tensors of the checkpoint that a parameter has; ``gathered`` makes whole tensors of sharded ones.
+    def parts(
+        self, parameter: str, gathered: Callable[[Tensor], Tensor] = Tensor.detach, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint that a parameter has.
 
-        They are live where the parameter is neither fused nor adapted: copy to keep.
+        They are live where the parameter is neither fused, adapted nor rounded: copy to keep.
+
+        Args:
+            parameter: Its name in the bare model.
+            gathered: Makes a whole tensor of a sharded one.
+            dtype: What parameters are rounded to; saved buffers are not. None for their own.
         """
         name, tensor = self._tensors[parameter]
-        whole = gathered(tensor) if self._lora is None else self._lora.whole_tensor(name, tensor, gathered)
+        rounds = dtype is not None and isinstance(tensor, nn.Parameter)
+        if self._lora is None:
+            # A shard is rounded first: half of the bytes are gathered then.
+            whole = gathered(tensor.detach().to(dtype) if rounds else tensor)
+        else:
+            whole = self._lora.whole_tensor(name, tensor, gathered)
+            whole = whole.to(dtype) if rounds else whole
         return self.names.split(parameter, whole)
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def types(self, dtype: torch.dtype | None = None) -> dict[str, TensorType]:
+        """Return type and shape of each tensor of the checkpoint, as :meth:`parts` makes them."""
+        types = dict(self.names.types)
+        for parameter, (_, tensor) in self._tensors.items():
+            if dtype is not None and isinstance(tensor, nn.Parameter):
+                types |= {part: (dtype, types[part][1]) for part in self.names.parts[parameter]}
+        return types
+
+    def read(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
         for parameter in self:
-            yield from self.parts(parameter).items()
+            yield from self.parts(parameter, dtype=dtype).items()

@@ -19,7 +19,7 @@ from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.seeding import stable_hash
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
-from turnwise.trainer.run.policies import TrainedPolicy
+from turnwise.trainer.run.policies import TrainedPolicy, weight_dtype
 from turnwise.trainer.train_thread import uninterrupted
 from turnwise.trainer.weight_sync import WeightWriter, open_transport
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
@@ -229,4 +229,5 @@ class League:
                 )
             folder = start_model
         fleet, writer, weights = self.fleets[slot], self._writers[slot], await asyncio.to_thread(load_model, folder)
-        await fleet.with_recovery(lambda: writer.sync(weights.named_weights(), fleet.replicas, version))
+        dtype = weight_dtype(self._policy.config)
+        await fleet.with_recovery(lambda: writer.sync(weights.named_weights(dtype), fleet.replicas, version))

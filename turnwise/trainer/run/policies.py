@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.engines import find_engine
+from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -153,7 +155,8 @@ class TrainedPolicy(LoadedPolicy):
         adapter = self.learner.adapter
         if self.shares and adapter is not None:
             adapter = replace(adapter, name=self.name)
-        await self.writer.sync(self.learner.export_weights(), self.fleet.replicas, version, adapter=adapter)
+        tensors = self.learner.export_weights(weight_dtype(self.config))
+        await self.writer.sync(tensors, self.fleet.replicas, version, adapter=adapter)
 
     def save(self, directory: Path) -> None:
         """Write the state of learner and critic, and the renderer's format, to its folder of a checkpoint."""
@@ -162,6 +165,14 @@ class TrainedPolicy(LoadedPolicy):
         save_format(self.renderer, directory)
         if self.critic is not None:
             self.critic.learner.save(directory / CRITIC)
+
+
+def weight_dtype(config: TrainConfig) -> torch.dtype | None:
+    """Return the dtype that servers compute in, in which they are sent weights; None where others launched them."""
+    if config.inference.urls:
+        return None
+    dtype: torch.dtype = getattr(torch, served_dtype(model_under(config.policy.model.path), config.inference.dtype))
+    return dtype
 
 
 async def serve_policies(
