@@ -13,6 +13,7 @@ from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.audit import audit_run
+from turnwise.trainer.run.policies import serves_by_name
 from turnwise.trainer.train import run_train
 
 
@@ -40,3 +41,20 @@ def test_servers_are_sent_the_adapter_that_a_run_begins_with(lookup_model: Path,
     frozen: dict[str, Any] = {"frozen": {"before": {"start": True}}}
     with pytest.raises(ValidationError, match=r"rollout\.frozen\.before\.start is true, but the run begins with the"):
         train_config(lookup_model, tmp_path, policies=policies, rollout=frozen)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("float32", False), ("bfloat16", True)])
+def test_adapters_are_merged_only_where_nothing_is_rounded_away(
+    dtype: str, named: bool, lookup_model: Path, tmp_path: Path
+) -> None:
+    changes = {"policies": {"main": {"model": {"lora": {"rank": 4}}}}, "inference": {"dtype": dtype}}
+    config = train_config(lookup_model, tmp_path, steps=2, **changes)
+    assert serves_by_name(config.of_policy("main")) is named
+    if not named:
+        return
+    run_train(config, console=silent())
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert len(steps) == 2
+    # The factors alone are sent, as they are; the trainer computes in float32.
+    assert 0 < steps[-1]["gap/mean"] < 0.05
+    assert audit_run(tmp_path / "run", console=silent()).sound

@@ -282,3 +282,24 @@ async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path
         await stranger.close()
     finally:
         await fleet.close()
+
+
+def test_small_changes_are_held_in_full_by_name_and_mostly_rounded_away_when_merged(directory: Path) -> None:
+    [target] = info_targets = ("model.layers.1.self_attn.o_proj",)
+    info = AdapterInfo(4, 8.0, info_targets, "solver")
+    tensors = factors(info, 0)
+    down, up = (tensors[f"{target}.{part}.weight"] for part in ("lora_A", "lora_B"))
+    up *= 1e-5
+    change = 2.0 * up @ down
+
+    def share_of(served: torch.Tensor) -> float:
+        return float((served.double() * change).sum() / (change.double() ** 2).sum())
+
+    base = CausalLM(directory, dtype="bfloat16")
+    before = base._model.get_submodule(target).weight.float().clone()
+    base.load_adapter(tensors, replace(info, name=None), 1)
+    assert share_of(base._model.get_submodule(target).weight.float() - before) < 0.5
+    named = CausalLM(directory, dtype="bfloat16")
+    number = named.load_named(tensors, info, 1)
+    served_down, served_up = named.adapters._factors[target][number]
+    assert 0.98 < share_of(served_up.float() @ served_down.float()) < 1.02

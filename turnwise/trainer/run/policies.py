@@ -87,14 +87,14 @@ class TrainedPolicy(LoadedPolicy):
         fleet: Its inference servers.
         client: Their client, which records every request in the run's ledger.
         writer: Sends weights to them.
-        shares: Whether the servers sample for other policies too, so that its adapter has its name there.
+        named: Whether the servers hold its adapter by its name, beside the model's weights or other adapters.
         teacher: The teacher of distillation, if any.
     """
 
     fleet: ReplicaSet
     client: LedgerClient
     writer: WeightWriter
-    shares: bool = False
+    named: bool = False
     teacher: Teacher | None = None
 
     @classmethod
@@ -108,31 +108,32 @@ class TrainedPolicy(LoadedPolicy):
             InferenceError: A server fails.
             TrainError: There is no room for weights.
         """
-        config, shares = loaded[0].config, len(loaded) > 1
+        config = loaded[0].config
+        named = len(loaded) > 1 or serves_by_name(config)
         writers = [
             stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
             for policy in loaded
         ]
-        infos = ((policy.name, policy.learner.adapter) for policy in loaded if shares)
+        infos = ((policy.name, policy.learner.adapter) for policy in loaded if named)
         ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
         fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)
         served = []
         for policy, writer in zip(loaded, writers, strict=True):
-            client = LedgerClient(fleet.client_of(policy.name if shares else None), book)
+            client = LedgerClient(fleet.client_of(policy.name if named else None), book)
             stack.push_async_callback(client.close)
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
-            served.append(cls(*parts, fleet, client, writer, shares))
+            served.append(cls(*parts, fleet, client, writer, named))
         return served
 
     @property
     def launched_elsewhere(self) -> bool:
         """Whether the servers were launched with other weights than the learner begins with, or with unknown ones.
 
-        Servers of several adapters count as such: an adapter that they cannot hold is refused before the first episode.
+        Servers of adapters by name count as such: an adapter that they cannot hold is refused before the first episode.
         """
-        return self.config.policy.model.continues_adapter or bool(self.config.inference.urls) or self.shares
+        return self.config.policy.model.continues_adapter or bool(self.config.inference.urls) or self.named
 
     async def served(self) -> ServedPolicy:
         """Return what episodes sample from. Raises InferenceError if no server responds."""
@@ -153,7 +154,7 @@ class TrainedPolicy(LoadedPolicy):
     async def write_weights(self, version: int) -> None:
         """Send the learner's weights to the servers as a version. Raises InferenceError."""
         adapter = self.learner.adapter
-        if self.shares and adapter is not None:
+        if self.named and adapter is not None:
             adapter = replace(adapter, name=self.name)
         tensors = self.learner.export_weights(weight_dtype(self.config))
         await self.writer.sync(tensors, self.fleet.replicas, version, adapter=adapter)
@@ -165,6 +166,20 @@ class TrainedPolicy(LoadedPolicy):
         save_format(self.renderer, directory)
         if self.critic is not None:
             self.critic.learner.save(directory / CRITIC)
+
+
+def serves_by_name(config: TrainConfig) -> bool:
+    """Return whether the servers of a policy hold its adapter beside the model, of which it is no part then.
+
+    Merged into weights of fewer bits than float32, most of a small change would be rounded away.
+    """
+    if config.policy.model.lora is None or weight_dtype(config) in (None, torch.float32):
+        return False
+    if config.inference.engine != "vllm":
+        return find_engine(config.inference.engine).serves_adapters
+    # By placement ray workers sample by one name, and vLLM names each version anew.
+    sees = "vision_config" in model_settings(model_under(config.policy.model.path), "model.path")
+    return config.placement != "ray" and not sees
 
 
 def weight_dtype(config: TrainConfig) -> torch.dtype | None:
