@@ -313,7 +313,7 @@ FOREIGN_ATTRIBUTES = {
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     *("cancel", "custom_model"),  # what a user's rollout manager may have, which need not derive from ours
-    "lm_head",  # which not every model of vLLM has
+    *("lm_head", "quant_method", "moe_kernel"),  # which not every model and layer of vLLM has
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
     # What objects of pytest have, of one version or another (ext/environments/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
