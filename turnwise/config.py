@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
@@ -21,9 +21,14 @@ Keys: TypeAlias = "tuple[str | int, ...]"
 
 
 class Section(BaseModel):
-    """A section of a configuration, which refuses unknown keys."""
+    """A section of a configuration, which refuses unknown keys.
+
+    Attributes:
+        foreign_keys: Names that other frameworks give to keys of this configuration, for the error of an unknown key.
+    """
 
     model_config = ConfigDict(extra="forbid")
+    foreign_keys: ClassVar[Mapping[str, str]] = {}
 
 
 @dataclass(slots=True)
@@ -137,6 +142,8 @@ def _nearest(model: type[BaseModel], keys: Keys) -> str:
     parents = _models_at(model, keys[:-1])
     names = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
     prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
+    if issubclass(model, Section) and name in model.foreign_keys:
+        return f"did you mean {model.foreign_keys[name]}?"
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return f"did you mean {prefix}{close[0]}?"
     # The shallowest place wins: a key of the policy, not the one of its critic.
@@ -323,6 +330,42 @@ def load_config(
     Raises:
         ConfigError: Every problem that was found, with its path, value, source and remedy.
     """
+    data, origins = _merge_sources(path, overrides, defaults, root)
+    try:
+        loaded = model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(report_problems(model, data, origins, error.errors(include_url=False))) from None
+    _settle(loaded)
+    return loaded
+
+
+def check_keys(
+    model: type[BaseModel],
+    path: str | Path | Sequence[str | Path] | None = None,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse the unknown keys of a configuration that is not complete yet; arguments as of :func:`load_config`.
+
+    Raises:
+        ConfigError: Every unknown key, or a file that cannot be read.
+    """
+    data, origins = _merge_sources(path, overrides, defaults, None)
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        unknown = [problem for problem in error.errors(include_url=False) if problem["type"] == "extra_forbidden"]
+        if unknown:
+            raise ConfigError(report_problems(model, data, origins, unknown)) from None
+
+
+def _merge_sources(
+    path: str | Path | Sequence[str | Path] | None,
+    overrides: Sequence[str],
+    defaults: Mapping[str, Any] | None,
+    root: str | None,
+) -> tuple[dict[str, Any], dict[Keys, str]]:
+    """Return the values of all sources, unchecked, and where they come from."""
     load_extensions()
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
     data: dict[str, Any] = _Located.wrap(dict(defaults or {}), Path.cwd())
@@ -334,12 +377,7 @@ def load_config(
         origins |= lines
     for text in overrides:
         _override(data, text, origins)
-    try:
-        loaded = model.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(report_problems(model, data, origins, error.errors(include_url=False))) from None
-    _settle(loaded)
-    return loaded
+    return data, origins
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

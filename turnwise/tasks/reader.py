@@ -13,7 +13,7 @@ from turnwise.plugins import load_object
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, SpecRow
 from turnwise.tasks.core import Task, kind
-from turnwise.tasks.formats import ROW_FIELDS, RowMap, find_row_format, verl_row, verl_source
+from turnwise.tasks.formats import ROW_FIELDS, RowMap, find_row_format, format_hint, verl_row, verl_source
 from turnwise.tasks.sources import FunctionRows, Row, Rows, TaskSource, is_table, open_rows
 
 
@@ -209,7 +209,10 @@ def _open_source(config: SourceConfig) -> Rows:
 def _task(value: Any, row: Row) -> Task:
     if isinstance(value, Task):
         return value
-    return Task.from_record(value, where=row.where, default_id=row.id, folder=row.folder)
+    try:
+        return Task.from_record(value, where=row.where, default_id=row.id, folder=row.folder)
+    except TaskError as error:
+        raise TaskError(f"{error}{format_hint(value)}") from error
 
 
 def _part(task_id: str, test_fraction: float) -> str:

@@ -74,6 +74,15 @@ def test_rows_as_published_load_into_tasks_of_their_environment(name, tmp_path) 
         assert (copy.env, copy.data) == (task.env, json.loads(json.dumps(task.data)))
 
 
+def test_rows_of_a_published_dataset_without_a_format_are_answered_with_it(tmp_path) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+    with pytest.raises(TaskError, match=r"'prompt' is missing.* format gsm8k, as in 'tasks=.source: FILE, format: gsm"):
+        load_tasks(rows)
+    rows = write(tmp_path / "rows.jsonl", {"question": "1 + 1?"})
+    with pytest.raises(TaskError, match=r"'prompt' is missing .*a list of messages$"):
+        load_tasks(rows)
+
+
 @pytest.mark.parametrize("name", sorted(ONE_ROW))
 def test_a_missing_column_is_named_with_the_row(name, tmp_path) -> None:
     for column in find_row_format(name).columns:

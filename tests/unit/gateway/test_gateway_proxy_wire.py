@@ -504,7 +504,7 @@ async def test_an_endpoint_that_is_down_is_told_in_the_agents_own_api(route: str
         assert (got, json.loads(raw)["error"]["type"], headers["retry-after"]) == (status, kind, "1")
         trajectory = await hosted.finalize(opened)
         assert (trajectory.stop_reason, trajectory.segments) == ("error", [])
-        assert "cannot be reached" in str(trajectory.error)
+        assert f"the hosted endpoint {base_url(url)} cannot be reached (Connect call failed" in str(trajectory.error)
 
 
 @pytest.mark.parametrize(

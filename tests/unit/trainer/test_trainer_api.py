@@ -72,6 +72,23 @@ def test_objects_become_references_in_the_configuration(tmp_path: Path) -> None:
     assert Trainer(settings).plan(Acts()).config.rollout.env.name == "lookup"
 
 
+def test_unknown_keys_are_refused_where_the_trainer_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("batch: {grups: 2}\n")
+    for config, overrides, message in (
+        (
+            {"algorithm": {"adv_estimator": "grpo"}},
+            (),
+            r"^algorithm\.adv_estimator: .*did you mean algorithm\.advantage\?",
+        ),
+        (file, (), r"^batch\.grups \(run\.yaml:1\): unknown key"),
+        (None, ["optm.lr=1"], "^optm: unknown key"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(config, *overrides)
+    Trainer({"batch": {"groups": 2}})
+
+
 def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("name: x\nsteps: 3\npolicies: {main: {model: {path: m}}}\nrollout: {env: {name: lookup}}\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from support.structure import leaf_keys
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalPlan
@@ -52,6 +54,15 @@ def test_defaults_and_shortcuts() -> None:
 def test_invalid_configuration_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate({**MINIMAL, **change})
+
+
+def test_keys_of_other_frameworks_are_answered_with_keys_that_exist() -> None:
+    leaves = [f"{leaf}.".replace("policies.", "policies.main.") for leaf in leaf_keys(TrainConfig)]
+    for name, remedy in TrainConfig.foreign_keys.items():
+        assert not any(f".{name}." in f".{leaf}" for leaf in leaves)
+        assert all(any(leaf.startswith(f"{target}.") for leaf in leaves) for target in remedy.split(" or "))
+        with pytest.raises(ConfigError, match=rf"{name} .*: unknown key, value 1; did you mean {re.escape(remedy)}\?"):
+            load_config(TrainConfig, None, [f"algorithm.{name}=1"], MINIMAL)
 
 
 def test_paths_in_a_file_count_from_the_file(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ class Endpoint:
         self._key = key
         self._http: aiohttp.ClientSession | None = None
 
+    @property
+    def title(self) -> str:
+        """What messages call it: with its address, which holds no secret."""
+        return f"the hosted endpoint {self._url}"
+
     async def close(self) -> None:
         """Close all connections."""
         http, self._http = self._http, None
@@ -133,12 +138,13 @@ class Endpoint:
         try:
             answer = await self._pool().request(method, url, data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:
-            # The text of such an error may quote headers.
-            why = f"the hosted endpoint cannot be reached ({type(error).__name__})"
-            raise ApiError(503, why, code="overloaded", retry_after=1) from None
+            # The whole text of such an error may quote headers.
+            why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+            message = f"{self.title} cannot be reached ({why}): correct url, or start its server"
+            raise ApiError(503, message, code="overloaded", retry_after=1) from None
         async with answer:
             if 300 <= answer.status < 400:
-                raise ApiError(502, "the hosted endpoint redirects: configure the URL that it redirects to")
+                raise ApiError(502, f"{self.title} redirects: configure the URL that it redirects to")
             yield answer
 
     def response_headers(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

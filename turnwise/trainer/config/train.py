@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -216,6 +216,28 @@ def check_teacher_named(config: TrainConfig) -> None:
         )
 
 
+_FOREIGN_KEYS: Final = {
+    # verl's
+    "actor_rollout_ref": "policies.main or rollout",
+    "adv_estimator": "algorithm.advantage",
+    "clip_ratio_high": "algorithm.loss_options",
+    "clip_ratio_low": "algorithm.loss_options",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "loss_mode": "algorithm.loss",
+    "max_assistant_turns": "rollout.max_turns",
+    "ppo_epochs": "algorithm.epochs",
+    "ppo_mini_batch_size": "algorithm.minibatches",
+    "train_batch_size": "batch.groups",
+    "use_kl_loss": "algorithm.kl",
+    # TRL's
+    "beta": "algorithm.kl.coef",
+    "learning_rate": "policies.main.optim.lr",
+    "max_completion_length": "rollout.max_tokens_per_turn",
+    "max_steps": "steps",
+    "num_generations": "rollout.group_size",
+}
+
+
 class TrainConfig(Section):
     """``turnwise train``.
 
@@ -251,6 +273,8 @@ class TrainConfig(Section):
         loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
         custom: Passed to extensions unread.
     """
+
+    foreign_keys: ClassVar = _FOREIGN_KEYS
 
     name: RunName
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
