@@ -21,13 +21,10 @@ Keys: TypeAlias = "tuple[str | int, ...]"
 
 
 class Section(BaseModel):
-    """A section of a configuration, which refuses unknown keys.
-
-    Attributes:
-        foreign_keys: Names that other frameworks give to keys of this configuration, for the error of an unknown key.
-    """
+    """A section of a configuration, which refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
+    # Keys by their names in other frameworks, for the error of an unknown one.
     foreign_keys: ClassVar[Mapping[str, str]] = {}
 
 
