@@ -135,6 +135,7 @@ def names() -> list[str]:
     return [name for name, _, _ in CALLED]
 
 
+@pytest.mark.long
 def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Path, tmp_path: Path) -> None:
     held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=2&split=test", "samples": 1, "greedy": False, "every": 1}
     config = train_config(model, tmp_path, eval=held_out, curriculum={"success_reward": 0.5})

@@ -183,6 +183,7 @@ def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
 
 
+@pytest.mark.long
 def test_custom_buffer_trains(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"replay": {"buffer": f"{__name__}:UserCustomReplayBuffer"}, "steps": 2}
     summary = run_train(train_config(lookup_model, tmp_path, **changes), console=silent())

@@ -21,9 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 # The client of OpenAI takes seconds to import.
-@pytest.mark.parametrize(
-    "name", [pytest.param("openai_client_agent", marks=pytest.mark.long), "claude_code", "mini_swe_agent"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["openai_client_agent", "claude_code", "mini_swe_agent"])
 def test_example_plays_an_episode(name: str) -> None:
     assert len((EXAMPLES / name / "main.py").read_text().splitlines()) <= 150
     command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]

@@ -126,6 +126,7 @@ def test_the_tail_is_cancelled_where_no_group_of_older_weights_is_trained(lookup
     assert "straggler/carried" not in step
 
 
+@pytest.mark.long
 def test_custom_loop_gets_its_tasks_or_the_first_groups_to_finish(lookup_model: Path, tmp_path: Path) -> None:
     sizes = []
 

@@ -23,6 +23,7 @@ def rates(run: Path) -> list[float]:
     return [record["lr/adamw"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
+@pytest.mark.long
 def test_token_budget_ends_a_run_after_a_step_and_a_larger_budget_resumes_the_run(
     lookup_model: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loop"
 EVAL = {"tasks": "support.agents.user_agents:tasks?n=3", "samples": 1, "greedy": False, "every": None}
 
 
+@pytest.mark.long
 def test_rows_choose_their_agents_and_all_agents_train(lookup_model: Path, tmp_path: Path) -> None:
     names = tmp_path / "agents.yaml"
     names.write_text(FILE.format(loop=f"{EXAMPLE / 'loop.py'}:LookupLoop"))

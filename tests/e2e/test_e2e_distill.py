@@ -30,6 +30,7 @@ def steps(run: Path) -> list[dict]:
     return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
+@pytest.mark.long
 def test_distillation_from_equal_weights_starts_without_divergence(lookup_model: Path, tmp_path: Path) -> None:
     config = train_config(
         lookup_model,

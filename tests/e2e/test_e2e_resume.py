@@ -119,6 +119,7 @@ def killed(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return shared(tmp_path_factory, "killed", kill_in_step_4)
 
 
+@pytest.mark.long
 def test_kill_leaves_the_last_checkpoint_and_complete_files(killed: Path) -> None:
     run = killed / "run"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002"]
@@ -200,10 +201,8 @@ async def test_killed_run_resumes_bit_for_bit(
     assert "train steps undone by a kill" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGHUP))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     lookup_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -375,6 +374,7 @@ def test_run_resumes_from_the_checkpoint_before_a_damaged_one(
     assert audit_run(run, console=silent()).contradictions == []
 
 
+@pytest.mark.long
 def test_steps_and_checkpoint_keys_may_change_on_resume_and_fresh_starts_over(
     finished: Path, lookup_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

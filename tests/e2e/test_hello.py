@@ -92,6 +92,7 @@ def test_environment_file_has_at_most_twenty_lines() -> None:
     assert len([line for line in ENV.read_text().splitlines() if line.strip()]) <= 20
 
 
+@pytest.mark.long
 def test_environment_file_trains_evaluates_views_and_reports(model: Path, tmp_path: Path) -> None:
     small = (
         "batch.groups=2",

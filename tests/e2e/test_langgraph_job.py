@@ -21,6 +21,7 @@ def example(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_example_plays_its_graph_with_a_scripted_model() -> None:
     done = example("--smoke")
     assert done.returncode == 0, done.stderr[-3000:]

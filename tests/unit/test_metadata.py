@@ -162,6 +162,7 @@ def test_failed_tests_are_run_again_in_every_part(target: str) -> None:
     assert command.startswith("TURNWISE_TESTS_PART= ")
 
 
+@pytest.mark.long
 def test_failed_tests_of_a_group_are_run_again_alone(tmp_path: Path) -> None:
     """CI runs one or two tests that failed once more, and no others."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

@@ -126,6 +126,7 @@ def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.Capture
     assert "it contains no tasks" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "timeout", "words"),
     [

@@ -24,6 +24,7 @@ QUICK = (
 )
 
 
+@pytest.mark.long
 async def test_landlock_keeps_the_contract_and_its_claims() -> None:
     backend = LocalBackend(isolation="landlock")
     try:
@@ -57,6 +58,7 @@ async def test_landlock_keeps_the_contract_and_its_claims() -> None:
         assert {outcome.status for outcome in report.attacks} <= {"held", "skipped"}
 
 
+@pytest.mark.long
 async def test_forks_keep_the_contract_and_their_backends_claims() -> None:
     backend = ForkedBackend(isolation="landlock")
     try:

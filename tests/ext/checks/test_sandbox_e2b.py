@@ -39,6 +39,7 @@ async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cloud, d
         yield served
 
 
+@pytest.mark.long
 @needs_machines
 async def test_e2b_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     config = SandboxConfig(name="e2b", config=cloud[1])
@@ -137,6 +138,7 @@ async def test_file_that_grew_after_its_size_check_is_bounded(
         await box.close()
 
 
+@pytest.mark.long
 @needs_machines
 async def test_stream_without_end_record_is_an_error(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     async with E2BBackend(**cloud[1]).make(SandboxSpec()) as box:

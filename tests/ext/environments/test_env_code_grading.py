@@ -109,6 +109,7 @@ async def test_partial_credit_is_the_share_of_passed_tests(boxes: SandboxManager
     assert await graded(made(boxes), rows()["mbpp"], wrong) == 0.0
 
 
+@pytest.mark.long
 async def test_a_test_that_takes_too_long_or_too_much_fails_alone(boxes: SandboxManager) -> None:
     env = made(boxes, partial=True, time_limit=1.0, memory=512)
     hangs = "def add(a, b):\n    while a > 500: pass\n    return a + b\n"

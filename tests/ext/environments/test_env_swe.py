@@ -24,6 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("repositories")
 
 
+@pytest.mark.long
 async def test_solution_scores_1_and_no_answer_scores_0(cache: Path) -> None:
     async with any_manager() as manager:
         async with episode(manager, task(ROW), cache=str(cache)) as env:

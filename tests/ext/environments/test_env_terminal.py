@@ -163,6 +163,7 @@ async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, comma
     assert ("test_n.py::test_n" in final_step.info.get("notes", {}).get("tampered", "")) == bool(tampered)
 
 
+@pytest.mark.long
 async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = {**NUMBER, "tests__test_dot_sh": "[ -e n.txt ] && echo 1 > $VERIFIER_DIR/reward.txt || true\n"}
@@ -191,6 +192,7 @@ def test_n():
 }
 
 
+@pytest.mark.long
 async def test_tests_run_beside_processes_only_where_the_solution_leaves_what_they_need(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     [row] = tasks(written(tmp_path / "process", **PROCESS))

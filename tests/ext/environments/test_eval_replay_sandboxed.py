@@ -188,6 +188,7 @@ async def test_varies_must_be_a_regular_expression() -> None:
         await replay(recorded, {task.id: task}, configured(f"{__name__}:Unusable", {}), renderer_for("qwen3"))
 
 
+@pytest.mark.long
 async def test_replay_command_reports_varied_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = next(candidate for candidate in terminal_tasks() if candidate.id == "broken-build")
     config = configured("terminal", {"twins": False})

@@ -55,6 +55,7 @@ def quick_and_long(names: Iterable[str]) -> list[Any]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick_and_long(TERMINAL_ATTACKS))
 async def test_what_an_agent_leaves_in_a_terminal_earns_nothing(
     manager: SandboxManager, name: str, monkeypatch: pytest.MonkeyPatch, cache: Path
@@ -71,6 +72,7 @@ async def test_what_an_agent_leaves_in_a_terminal_earns_nothing(
         assert (final_step.reward, final_step.terminated) == (0.0, True), row.id
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick_and_long(TELLING_RUNS_APART))
 async def test_solution_cannot_tell_the_runs_of_its_tests_apart(
     manager: SandboxManager, name: str, cache: Path
@@ -83,6 +85,7 @@ async def test_solution_cannot_tell_the_runs_of_its_tests_apart(
         assert PAIR in verdict.tampered
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quick_and_long(OF_THE_SANDBOX))
 async def test_solution_that_takes_from_its_tests_what_they_need_is_wrong(
     manager: SandboxManager, name: str, cache: Path

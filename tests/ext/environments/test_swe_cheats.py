@@ -83,6 +83,7 @@ async def test_the_text_of_hidden_tests_lies_nowhere_while_a_solution_runs(cache
         assert "test_half_a_unit_goes_to_the_even_neighbour~1" in verdict.log
 
 
+@pytest.mark.long
 async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
     cheat = command("ledgerly", "replaces every test by nothing")
     async with any_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:

@@ -50,6 +50,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_fit_trains_an_agent_on_rows_with_an_algorithm(settings: dict[str, Any], tmp_path: Path) -> None:
     algorithm = turnwise.AlgorithmConfig(loss="gspo", loss_options={"clip_low": 3e-4, "clip_high": 4e-4}, minibatches=2)
     trainer = turnwise.Trainer({**settings, "runs": tmp_path}, algorithm=algorithm, n_runners=4, console=silent())
@@ -92,6 +93,7 @@ class BestOf:
             self.trajectories.append(int(metrics["batch/trajectories"]))
 
 
+@pytest.mark.long
 async def test_custom_training_loop_trains_in_a_running_event_loop(settings: dict[str, Any], tmp_path: Path) -> None:
     best_of = BestOf()
     config = {**settings, "runs": tmp_path, "name": "own", "eval": None, "algorithm": {"drop_zero_variance": False}}

@@ -85,7 +85,8 @@ async def over_mcp(folder: Path, play: Play) -> float:
         return float(result.structured_content["reward"])
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 async def test_mcp_client_plays_an_exported_environment(name, tmp_path) -> None:
     folder = tmp_path / "out"
     right, wrong = await plays_of(name, folder, "mcp")

@@ -147,6 +147,7 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
         await step_env(env, say("1"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
@@ -172,6 +173,7 @@ async def test_lost_worker_fails_its_episode_and_no_later_episode(trouble, messa
     await close_env(other_worker)
 
 
+@pytest.mark.long
 async def test_request_timeout_starts_after_earlier_answers() -> None:
     envs = [tiny(sys.executable, "slow", timeout=1.2) for _ in range(4)]
     for env in envs:

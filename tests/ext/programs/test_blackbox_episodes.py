@@ -88,6 +88,7 @@ async def test_too_many_unusable_calls_end_the_episode() -> None:
     assert (outcome.error, ended(outcome)[0], ended(outcome)[2]) == (None, StopReason.INVALID_CALLS, 3)
 
 
+@pytest.mark.long
 async def test_only_a_program_without_requests_is_unscored() -> None:
     outcome = await run_episode(LINES, {**LOOP, "env": {"CRASH_AFTER": "2"}})
     assert outcome.error is None
@@ -138,6 +139,7 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy() -> None:
     assert ended(outcome)[:2] == (StopReason.ERROR, [])
 
 
+@pytest.mark.long
 async def test_time_limits_stop_the_program() -> None:
     sleeping = {"command": "sleep 1000", "timeout": 0.3}
     outcome = await run_episode(LINES, sleeping)

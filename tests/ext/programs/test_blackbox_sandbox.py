@@ -188,6 +188,7 @@ def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: py
     assert set(program_paths(str(script))) == expected
 
 
+@pytest.mark.long
 async def test_flooding_sandboxed_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
     outcome = await boxed(flooding)

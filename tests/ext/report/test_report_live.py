@@ -199,6 +199,7 @@ async def get(client: aiohttp.ClientSession, url: str, **options: Any) -> tuple[
         return answer.status, json.loads(await answer.read())
 
 
+@pytest.mark.long
 async def test_news_come_when_something_is_written(tmp_path: Path, client: aiohttp.ClientSession) -> None:
     run = write_run(tmp_path / "run", recorded(2))
     async with ReportServer([run, run]) as server:

@@ -281,6 +281,7 @@ async def test_a_failure_is_never_a_reward_of_zero() -> None:
     assert "the server is gone" in trajectory.error
 
 
+@pytest.mark.long
 async def test_a_thread_that_does_not_come_back_is_given_up() -> None:
     started = time.monotonic()
     trajectory = await play(holds, [], episode_timeout=1.5)

@@ -317,6 +317,7 @@ async def test_sampled_completions_are_seamless_over_aborts(replica, client):
     assert np.array_equal((await call).token_ids, reference.token_ids)
 
 
+@pytest.mark.long
 async def test_a_pause_with_abort_lets_clients_wait_for_the_resume(lm, replica, client):
     stream = client.stream(TokenPrompt(prompt(10)), LONG, session_id="a")
     pieces = [await anext(stream)]
@@ -541,6 +542,7 @@ async def test_a_port_that_is_taken_is_named(replica, lm, tmp_path):
         await BuiltinReplica(lm[1], same_port, log_file=tmp_path / "log").launch()
 
 
+@pytest.mark.long
 async def test_kill_9_of_the_parent_leaves_no_server_behind(lm, tmp_path):
     script = textwrap.dedent(
         f"""

@@ -222,6 +222,7 @@ async def test_broken_connections_and_silence_are_tried_again(server):
         await ask(gone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["seconds", "date"])
 async def test_retry_after_is_kept_to(server, form):
     def later() -> str:

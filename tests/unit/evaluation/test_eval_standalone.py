@@ -86,6 +86,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert "holds trajectories.twz, ledger.jsonl, summary.json already" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_budget_ends_an_evaluation_and_a_larger_budget_finishes_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +203,7 @@ def interrupt(model: Path, folder: Path, at: int, monkeypatch: pytest.MonkeyPatc
     return folder / "out"
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_finished_episodes_and_the_same_command_resumes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

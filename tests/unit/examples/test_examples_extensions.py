@@ -155,6 +155,7 @@ def logged(log: Path) -> SandboxConfig:
     return SandboxConfig(name=BACKEND, config={"log": str(log), "isolation": ISOLATION, "unsafe": ISOLATION == "plain"})
 
 
+@pytest.mark.long
 async def test_a_sandbox_backend_keeps_the_contract_and_logs_an_episode(tmp_path: Path) -> None:
     report = await check_sandbox(logged(tmp_path / "checked.jsonl"), only=QUICK, attacks=False)
     report.raise_for_failures()

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from support.chat.model_dirs import model_dir
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
@@ -15,6 +17,7 @@ from turnwise.trainer.run.dry_run import dry_run
 HERE = Path(__file__).parents[3] / "examples" / "swe"
 
 
+@pytest.mark.long
 async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir("qwen3"), model)

@@ -140,7 +140,8 @@ async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(t
     assert [trajectory.id for trajectory in read_trajectories(file)] == ["second", "third"]
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True])
 async def test_tokenizer_panic_ends_the_stream_with_an_error(stream: bool) -> None:
     limits = GatewayLimits(body_bytes=16 * 2**20, first_seconds=30)
     async with serving(lambda _: "Yes.", limits=limits, session_limits=SessionLimits(context_length=10**8)) as served:

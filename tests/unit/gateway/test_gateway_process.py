@@ -148,6 +148,7 @@ def test_files_of_the_process_are_readable_by_their_owner_only(running: dict[str
     assert set(files.values()) == {0o600}, files
 
 
+@pytest.mark.long
 async def test_a_served_model_is_recorded_and_nothing_that_ended_is_lost(
     model: Path, running: dict[str, Running], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +206,7 @@ def test_the_command_ends_at_an_interrupt_with_its_code(running: dict[str, Runni
     running["SIGINT"].assert_ended(130)
 
 
+@pytest.mark.long
 def test_gateway_ends_with_its_parent(running: dict[str, Running], lifeline: tuple[int, int]) -> None:
     gateway = running["parent"]
     assert gateway.servers
@@ -214,6 +216,7 @@ def test_gateway_ends_with_its_parent(running: dict[str, Running], lifeline: tup
     assert not alive
 
 
+@pytest.mark.long
 async def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = GatewayConfig(model=model_dir("qwen3"), url="http://127.0.0.1:9", out=tmp_path, port=0)
     gateway = GatewayProcess(config)

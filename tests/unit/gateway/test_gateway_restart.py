@@ -424,6 +424,7 @@ async def test_a_lifetime_goes_on_by_the_clock(tmp_path: Path) -> None:
     assert ends == {"a": ("timeout", 2), "b": ("cancelled", 3), "c": ("cancelled", 2)}
 
 
+@pytest.mark.long
 async def test_restarted_log_holds_open_sessions_only(tmp_path: Path) -> None:
     out = tmp_path / "0"
     sizes = []

@@ -148,6 +148,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert it.turns() == (2, 0)
 
 
+@pytest.mark.long
 async def test_connections_there_are_bounded_and_end_with_the_endpoint() -> None:
     async with opened() as it:
         connections = [await asyncio.open_connection(it.url.host, it.url.port) for _ in range(200)]

@@ -71,6 +71,7 @@ async def test_sessions_reuse_more_of_their_prompts_than_in_turn(fleet: ReplicaS
     assert in_turn < 0.5
 
 
+@pytest.mark.long
 async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: ReplicaSet) -> None:
     client, control = fleet.client, ControlRoutes(KEY)
     prompt = TokenPrompt(random_prompt(np.random.default_rng(5), 20))

@@ -97,6 +97,7 @@ async def test_one_lost_thread_above_the_bound_ends_the_run(bound: int, monkeypa
         await produce(lambda _: calls("hang"), 8, concurrency=1)
 
 
+@pytest.mark.long
 async def test_a_thread_that_comes_back_after_all_is_lost_no_more(monkeypatch) -> None:
     """Five tools, more than may be lost, in a row outrun their time-out; each comes back before the next is called."""
     monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", 3)

@@ -63,6 +63,7 @@ async def test_empty_files_do_not_fill_the_memory_of_a_sandbox() -> None:
         assert (await sandbox.exec("rm -rf * && echo a > a && cat a")).stdout == b"a\n"
 
 
+@pytest.mark.long
 async def test_sandbox_survives_its_commands(tmp_path: Path) -> None:
     (tmp_path / "seen").write_text("seen")
     mounts, env = host_python()
@@ -279,6 +280,7 @@ async def test_sandbox_dies_with_its_agent(tmp_path: Path) -> None:
             await sandbox.exec("true")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("request_name", ["upload", "spawn"])
 async def test_request_ends_although_its_process_is_stopped(
     request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +336,7 @@ async def test_tree_too_deep_to_copy_is_an_error() -> None:
             await asyncio.wait_for(sandbox.fork(1), 60)
 
 
+@pytest.mark.long
 async def test_slow_start_does_not_count_as_missing_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.sandboxes.local.sandbox._START_SECONDS", 0.5)
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="turnwise-slow-") as folder:

@@ -60,6 +60,7 @@ async def test_schemas_stay_whole_and_results_are_mapped() -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_a_lost_server_is_at_most_one_error_and_the_next_call_reconnects() -> None:
     async with toolbox(command=COMMAND) as box:
         runner = await runner_of(box)
@@ -89,6 +90,7 @@ def _children() -> list[str]:
     return [pid for pid in listed if b"mcp_program.py" in open(f"/proc/{pid}/cmdline", "rb").read()]
 
 
+@pytest.mark.long
 async def test_an_episode_may_have_a_server_of_its_own() -> None:
     async with toolbox(command=COMMAND, scope="episode", include=["count", "die"]) as box:
         one, two = await runner_of(box), await runner_of(box)
@@ -247,6 +249,7 @@ async def test_secrets_reach_the_server_and_no_error(monkeypatch) -> None:
         MCPServer(MCPServerConfig(command=COMMAND, env={"KEY": {"secret_env": "TURNWISE_NOT_SET"}}))
 
 
+@pytest.mark.long
 async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_retry_goes_on() -> None:
     renderer = ToyRenderer()
     written: list = []

@@ -105,6 +105,7 @@ async def test_long_output_keeps_head_and_tail(use: Callable[[BaseTool], Do]) ->
         assert "cut ...]" in text
 
 
+@pytest.mark.long
 async def test_calls_without_session_share_no_state(use: Callable[[BaseTool], Do]) -> None:
     shell = use(ShellTool({"persistent": False, "env": {"GIVEN": "1"}}))
     assert (await shell(command="X=1; cd /; echo out; echo err >&2; echo $GIVEN")).text == "out\nerr\n1"

@@ -191,6 +191,7 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
     assert not [entry for entry in result.model.parent.iterdir() if entry.name.startswith(".")]
 
 
+@pytest.mark.long
 def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_loss(
     start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
