@@ -29,6 +29,7 @@ def rollout(**agent) -> dict:
     }
 
 
+@pytest.mark.long
 def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model: Path, tmp_path: Path) -> None:
     config = train_config(lookup_model, tmp_path, rollout=rollout(policies={"right": "past"}), steps=2)
     run_train(config, console=silent())

@@ -151,6 +151,7 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
     assert (tmp_path / "report.html").stat().st_size > 100_000
 
 
+@pytest.mark.long
 def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     command = ["-m", "turnwise", "train", "--env", f"{ENV}:Dice", "--model", str(model)]
     done = started(tmp_path, *command, "--tasks", "turnwise.tasks.seeded:tasks?n=4", "--dry-run")
@@ -159,6 +160,7 @@ def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_tasks_of_a_configuration_file_are_not_replaced(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     (tmp_path / "train.yaml").write_text(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 PROJECT = """
 [build-system]
 requires = ["setuptools>=77"]

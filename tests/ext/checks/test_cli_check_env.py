@@ -112,6 +112,7 @@ def test_a_model_whose_prompts_show_no_tools(tmp_path: Path, capsys: pytest.Capt
     assert "--chat-template is hermes, but it needs a model" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"id": f"row{n}", "prompt": "word " * n or "x"}) + "\n" for n in range(9)))

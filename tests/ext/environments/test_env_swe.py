@@ -38,6 +38,7 @@ async def test_solution_scores_1_and_no_answer_scores_0(cache: Path) -> None:
         assert final_step.info["reason"] == ""
 
 
+@pytest.mark.long
 async def test_files_that_control_the_test_run_are_restored(cache: Path) -> None:
     cheat = (
         "rm -r tests; echo 'import os; os._exit(0)' > conftest.py; echo x > pytest.py; printf '[pytest]\\n' > tox.ini"

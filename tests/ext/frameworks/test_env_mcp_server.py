@@ -188,6 +188,7 @@ class TestOneClient:
 class TestProcesses:
     """Through the command line, as a client would start it."""
 
+    @pytest.mark.long
     async def test_over_stdio_with_a_task_and_tools_of_a_file(self, tmp_path) -> None:
         functions = tmp_path / "more.py"
         functions.write_text(
@@ -203,6 +204,7 @@ class TestProcesses:
                 [text] = texts(await client.call_tool("task", {}))
                 assert text.startswith("Who manages ")
 
+    @pytest.mark.long
     async def test_prints_of_an_environment_do_not_mix_with_messages(self, tmp_path) -> None:
         (tmp_path / "prints.py").write_text(
             "import itertools\nfrom turnwise import ToolEnv\nprint('imported', flush=True)\n"
@@ -274,6 +276,7 @@ class TestProcesses:
         ]
         assert sorted(row["calls"] for row in rows if row["over"] == "abandoned") == [0, 1]
 
+    @pytest.mark.long
     async def test_bad_command_lines(self, tmp_path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "turnwise", "mcp", "lookup",

@@ -77,6 +77,7 @@ async def test_program_inputs_and_answer(
     assert rewards(outcome)["score"] == 1.0
 
 
+@pytest.mark.long
 async def test_leftover_processes_are_killed_before_scoring() -> None:
     command = f"sh -c '(setsid sleep 1000 & echo $! > left.pid) ; {CHAT_LOOP} x'"
     assert rewards(await boxed({"command": command})) == {"score": 1.0, "left": 0.0}

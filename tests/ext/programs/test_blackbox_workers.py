@@ -75,6 +75,7 @@ async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
         assert second.metrics["blackbox/nonzero_exits"] == 1
 
 
+@pytest.mark.long
 async def test_flooding_worker_is_replaced() -> None:
     outcomes, workers_left = await play({"env": {"FAIL": "flood"}, "output_limit": 100_000})
     assert [outcome.trajectories[0].reward for outcome in (outcomes[0], outcomes[2])] == [1.0, 1.0]
@@ -99,6 +100,7 @@ async def test_several_run_at_the_same_time_and_a_cancelled_episode_costs_its_ow
     assert workers() == []
 
 
+@pytest.mark.long
 async def test_worker_that_exited_while_idle_is_replaced(tmp_path: Path) -> None:
     async with asyncio.timeout(60), running(LINES, {"command": WORKER, "workers": 1, "scratch": tmp_path}) as runner:
         assert (await runner.run(spec(0))).trajectories[0].reward == 1.0

@@ -145,6 +145,7 @@ def large_run(folder: Path, seed: int, tasks: int = 60) -> Path:
     return run
 
 
+@pytest.mark.long
 def test_a_large_run_is_cut_to_the_size_with_the_figures_of_all(tmp_path: Path) -> None:
     runs = [large_run(tmp_path / name, seed) for seed, name in enumerate("ab")]
     written = write_report(runs, tmp_path / "out.html", max_bytes=1_000_000)

@@ -231,6 +231,7 @@ def manifest_of(info: AdapterInfo, seed: int, version: int, home: Path) -> Weigh
     return write_weights(factors(info, seed).items(), home / str(info.name), version, adapter=info)
 
 
+@pytest.mark.long
 async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path, tmp_path: Path) -> None:
     config = InferenceConfig(max_context=256)
     fleet = ReplicaSet(config, directory, logs=tmp_path / "logs", adapters={"solver": 2, "critic": 5})

@@ -294,6 +294,7 @@ async def test_an_abandoned_stream_releases_its_sequence(replica, client):
     await running(replica, 0)
 
 
+@pytest.mark.long
 async def test_aborts_are_continued_by_the_client(lm, replica, client):
     model, _ = lm
     call = asyncio.create_task(client.generate(TokenPrompt(prompt(8)), LONG, session_id="a"))
@@ -479,6 +480,7 @@ async def mortal(lm, tmp_path):
     await server.close()
 
 
+@pytest.mark.long
 async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal, lm, tmp_path):
     new = make_model("qwen3", 1)
     manifest = write_weights(new.state_dict().items(), tmp_path / "w", 6)

@@ -57,6 +57,7 @@ async def test_answers_are_compared_by_meaning(gold, text, right):
     assert await Symbolic()(text, {"answer": gold}) == (right, {"undecided": 0.0})
 
 
+@pytest.mark.long
 async def test_a_hostile_answer_holds_nothing_up():
     compare = Symbolic(cpu_seconds=0.5)
     async with asyncio.timeout(90):
@@ -73,11 +74,13 @@ async def test_waiting_behind_hostile_answers_is_no_time_out():
     assert ready_part("correct", Part(Symbolic(), timeout=5), None).timeout == 5
 
 
+@pytest.mark.long
 async def test_an_undecided_comparison_may_be_an_error():
     with pytest.raises(EnvError, match=r"was not compared within 0.5 s of CPU time"):
         await Symbolic(cpu_seconds=0.5, undecided="error")(HOSTILE, {"answer": "3"})
 
 
+@pytest.mark.long
 async def test_a_wall_clock_time_out_is_an_error_and_ends_the_process():
     env = SingleTurnEnv(Rubric({"math": Symbolic(cpu_seconds=300)}, timeout=0.5))
     await reset_env(env, Task("t", "?", {"answer": "3"}))
@@ -87,6 +90,7 @@ async def test_a_wall_clock_time_out_is_an_error_and_ends_the_process():
     assert all(worker.status() != psutil.STATUS_ZOMBIE for worker in workers())
 
 
+@pytest.mark.long
 async def test_a_process_that_somebody_killed_is_replaced():
     compare = Symbolic()
     assert (await compare(r"\boxed{3}", {"answer": "3"}))[0] == 1

@@ -117,6 +117,7 @@ def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError(f"the server ended with {server.wait()}")
 
 
+@pytest.mark.long
 def test_a_running_server_is_evaluated_and_ends_with_ctrl_c(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_ctrl_c_keeps_finished_episodes_and_the_same_command_resumes(
     assert run("audit", str(out)) == 0
 
 
+@pytest.mark.long
 def test_ctrl_c_before_an_episode_has_ended(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

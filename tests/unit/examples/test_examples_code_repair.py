@@ -154,6 +154,7 @@ async def test_output_of_the_tests_can_be_hidden() -> None:
         await close_env(env)
 
 
+@pytest.mark.long
 def test_the_teacher_is_mostly_wrong_and_edits_right() -> None:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
     try:

@@ -90,6 +90,7 @@ def run(folder: Path, **counts: object) -> list[dict[str, object]]:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are forked on Linux")
 
 
+@pytest.mark.long
 def test_a_forked_server_has_the_imports_of_its_command_and_the_rest_as_if_started(tmp_path: Path) -> None:
     [facts] = run(tmp_path, forks=1, servers=[0])
     assert facts["marked"]
@@ -98,6 +99,7 @@ def test_a_forked_server_has_the_imports_of_its_command_and_the_rest_as_if_start
     assert (tmp_path / "server.log").read_text() == "started\n"
 
 
+@pytest.mark.long
 def test_a_server_too_many_is_started_anew(tmp_path: Path) -> None:
     assert [server["marked"] for server in run(tmp_path, forks=1, servers=[0, 0])] == [True, False]
 

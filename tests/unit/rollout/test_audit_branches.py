@@ -396,6 +396,7 @@ def test_a_ledger_that_says_something_else_is_found(
     assert any(words in text for text in problems), problems
 
 
+@pytest.mark.long
 def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> None:
     file = run / "trajectories.twz"
     records = read_records(file)

@@ -89,6 +89,7 @@ async def test_lost_threads_up_to_the_bound_cost_their_episodes_only(monkeypatch
     assert {t.reward for t in group.trajectories} == {1.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bound", [0, 2])
 async def test_one_lost_thread_above_the_bound_ends_the_run(bound: int, monkeypatch) -> None:
     monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", bound)
@@ -179,6 +180,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_process_with_a_lost_thread_ends() -> None:
     tests = Path(__file__).parents[2]
     done = run_command([sys.executable, "-c", PROGRAM], cwd=tests, capture_output=True, text=True, timeout=60)

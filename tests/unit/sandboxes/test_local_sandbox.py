@@ -295,6 +295,7 @@ async def test_request_ends_although_its_process_is_stopped(
                 await (sandbox.upload(tmp_path, "folder") if request_name == "upload" else sandbox.spawn("true"))
 
 
+@pytest.mark.long
 async def test_a_stopped_launcher_is_killed_and_the_next_sandbox_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async with backend() as local:
         await local.probe()
@@ -408,6 +409,7 @@ async def test_invalid_requests_are_refused_and_cancelled_spawns_leave_no_proces
             assert (await another.exec("echo on")).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deaths", [2, 3])
 async def test_launcher_that_dies_during_the_probe_is_restarted(deaths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = isolation_probe._try_isolation

@@ -151,6 +151,7 @@ async def test_over_http_many_calls_at_once() -> None:
     assert first.counted == 1
 
 
+@pytest.mark.long
 async def test_lost_server_raises_env_error_and_a_restarted_server_answers() -> None:
     async with serving(Tools().server()) as url:
         port = int(url.split(":")[2].split("/")[0])
@@ -218,6 +219,7 @@ class TestBadConfigurations:
         server = MCPServer(MCPServerConfig(url="https://me:pass@example.org/mcp?token=abc#x"))
         assert server.name == "https://example.org/mcp"
 
+    @pytest.mark.long
     async def test_two_servers_with_the_same_tools_collide_unless_prefixed(self) -> None:
         async with serving(Tools().server()) as url:
             plain, named = (
@@ -231,6 +233,7 @@ class TestBadConfigurations:
                 assert [tool.name for tool in await box.tools()] == ["echo", "b_echo"]
 
 
+@pytest.mark.long
 async def test_secrets_reach_the_server_and_no_error(monkeypatch) -> None:
     monkeypatch.setenv("TURNWISE_TEST_KEY", "k-123456")
     env = {"KEY": {"secret_env": "TURNWISE_TEST_KEY"}, "OTHER": "plain"}

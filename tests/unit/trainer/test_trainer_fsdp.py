@@ -242,6 +242,7 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
     assert not torch.equal(torch.cat(learner.logprobs(batches())), untrained)
 
 
+@pytest.mark.long
 def test_reference_of_continued_adapters_scores_with_the_initial_adapters(
     model: Path, two: WarmRanks, tmp_path: Path
 ) -> None:
