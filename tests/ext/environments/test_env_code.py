@@ -34,10 +34,16 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
+def decode_peer_value(form: Any) -> Any:
+    """What the process of the tests makes of a form, or that of the solution."""
+    return decode(form, lambda tag, number: pytest.fail(f"{tag} {number}"))
+
+
+
 @settings(max_examples=examples(15), deadline=None)
 @given(PLAIN)
 def test_values_keep_their_kind_and_value_on_the_wire(value: Any) -> None:
-    decoded = decode(json.loads(json.dumps(encode(value))))
+    decoded = decode_peer_value(json.loads(json.dumps(encode(value))))
     assert decoded == value
     assert type(decoded) is type(value)
 
@@ -49,19 +55,19 @@ def test_values_without_plain_form_are_converted_or_refused() -> None:
 
         __hash__ = None  # type: ignore[assignment]
 
-    decoded = decode(encode(Equal([1])))
+    decoded = decode_peer_value(encode(Equal([1])))
     assert type(decoded) is list
     assert decoded != [2]
-    assert decode(encode(collections.Counter("aab"))) == {"a": 2, "b": 1}
-    assert decode(encode(range(1, 9, 2))) == range(1, 9, 2)
+    assert decode_peer_value(encode(collections.Counter("aab"))) == {"a": 2, "b": 1}
+    assert decode_peer_value(encode(range(1, 9, 2))) == range(1, 9, 2)
     assert math.isnan(decode(encode(math.nan)))
     with pytest.raises(TypeError, match="cannot leave"):
         encode(object())
     for form in ({"o": 0}, {"p": 0}, {"x": 1}, {"t": [], "s": []}, {}):
         with pytest.raises(ValueError, match=r"value|remote object"):
             decode(form)
-    assert decode(encode(decimal.Decimal("1.10"))).as_tuple().exponent == -2
-    assert decode(encode(fractions.Fraction(2, 6))) == fractions.Fraction(1, 3)
+    assert decode_peer_value(encode(decimal.Decimal("1.10"))).as_tuple().exponent == -2
+    assert decode_peer_value(encode(fractions.Fraction(2, 6))) == fractions.Fraction(1, 3)
 
 
 @pytest.mark.parametrize("form", FORMATS)

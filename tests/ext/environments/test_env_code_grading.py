@@ -15,6 +15,7 @@ from turnwise.envs.core import close_env, reset_env
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, EnvError
 from turnwise.ext.environments.code import CodeEnv, row
+from turnwise.ext.environments.code.inside.wire import decode
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 
@@ -98,6 +99,34 @@ async def test_an_exception_of_the_answer_ends_no_loop_of_the_tests(boxes: Sandb
     items = "def add(a, b):\n    return iter(())\n"
     stops = "try:\n    next(add(1, 2))\n    assert False\nexcept StopIteration:\n    pass"
     assert await graded(env, {**rows()["mbpp"], "test_list": [stops]}, items) == 1.0
+
+
+CONTAINS_ALL = """
+class Whatever:
+    def __contains__(self, item): return True
+    def __iter__(self): return iter(())
+def add(a, b): return Whatever()
+"""
+
+
+async def test_an_object_of_the_answer_is_not_asked_what_it_contains(boxes: SandboxManager) -> None:
+    tests = ["assert 668 in add(417, 251)", "assert all(total in add(1, 2) for total in [3])"]
+    record = {**rows()["mbpp"], "test_list": tests}
+    env = made(boxes, partial=True)
+    assert await graded(env, record, CONTAINS_ALL) == 0.0
+    assert await graded(env, record, "def add(a, b):\n    return {a + b}\n") == 1.0
+
+
+HASHED_ALIKE = {"d": [[{"i": hex(number * (2**61 - 1))}, 0] for number in range(1, 100)]}
+
+
+async def test_this_process_computes_nothing_with_returned_values() -> None:
+    """A fraction of large numbers, or whole numbers of one hash, would occupy it for hours."""
+    assert {type(key) for key in decode(HASHED_ALIKE)} == {str}
+    for form in ({"F": [3, 6]}, {"s": [1]}, {"r": [0, 3, 1]}, {"D": "1"}, {"t": [{"z": []}]}):
+        with pytest.raises(ValueError, match="equals none of JSON"):
+            decode(form)
+    assert decode({"t": [{"d": [["a", {"f": "inf"}]]}, {"i": "0xff"}]}) == ({"a": float("inf")}, 255)
 
 
 async def test_partial_credit_is_the_share_of_passed_tests(boxes: SandboxManager) -> None:

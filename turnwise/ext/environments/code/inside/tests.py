@@ -12,7 +12,7 @@ from typing import Any
 
 from turnwise.ext.environments.code.inside.wire import Peer, Remote, lines_of, raise_limits, take_pipes
 
-_SAFE = ("call", "getattr", "setattr", "getitem", "setitem", "len", "contains", "iter", "next", "str")
+_SAFE = ("call", "getattr", "setattr", "getitem", "setitem", "len", "iter", "next", "str")
 _HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 """Prefixes of attributes that lead to frames and code, such as those of generators."""
 

@@ -17,7 +17,10 @@ _EXACT = 2**53
 
 
 class Remote:
-    """Proxy of an object of the other process: supports calls and element access, compares by identity."""
+    """Proxy of an object of the other process: supports calls and element access, compares by identity.
+
+    Without ``__contains__``, which would be told the right answer: its elements are compared on this side.
+    """
 
     def __init__(self, peer: Any, number: Any) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -48,9 +51,6 @@ class Remote:
 
     def __bool__(self) -> bool:
         return True
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(self._do("contains", item))
 
     def __iter__(self) -> Any:
         iterator = self._do("iter")
@@ -118,7 +118,8 @@ def decode(form: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
 
     Args:
         form: Parsed JSON.
-        stand_in: Resolves a reference: ``o`` (of the other side) or ``p`` (of this one) and its number; None refuses.
+        stand_in: Resolves a reference: ``o`` (of the other side) or ``p`` (of this one) and its number; None refuses
+            it, and every kind that JSON has no value for: the calling process would compute with what it is sent.
 
     Raises:
         ValueError: The form is malformed.
@@ -134,6 +135,11 @@ def decode(form: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
         if stand_in is None:
             raise ValueError("a reference to a remote object cannot be decoded here")
         return stand_in(tag, content)
+    if stand_in is None and tag not in _PLAIN:
+        raise ValueError(f"a value of kind {tag!r} equals none of JSON")
+    if tag == "d" and stand_in is None:
+        # Names, as in JSON: whole numbers of one hash would take time as the square of their count.
+        return {str(decode(key)): decode(element) for key, element in content}
     if tag == "d":
         return {decode(key, stand_in): decode(element, stand_in) for key, element in content}
     if tag == "n":
@@ -152,10 +158,12 @@ def _array(content: Any, stand_in: Callable[[str, Any], Any] | None) -> Any:
     try:
         import numpy
     except ImportError:
-        return decode(content[1])
-    return decode(content[1]) if stand_in is None else numpy.array(decode(content[1]), dtype=str(content[0]))
+        return decode(content[1], stand_in)
+    elements = decode(content[1], stand_in)
+    return elements if stand_in is None else numpy.array(elements, dtype=str(content[0]))
 
 
+_PLAIN = ("t", "d", "n", "i", "f")
 _CONTAINERS: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
 _RARE: dict[str, Any] = {
     "c": (complex, lambda value: [encode(value.real), encode(value.imag)], lambda parts: complex(*map(decode, parts))),
@@ -240,7 +248,6 @@ class Peer:
             "getitem": lambda: owner[args[0]],
             "setitem": lambda: owner.__setitem__(args[0], args[1]),
             "len": lambda: len(owner),
-            "contains": lambda: args[0] in owner,
             "iter": lambda: iter(owner),
             "next": lambda: next(owner),
             "str": lambda: str(owner),
