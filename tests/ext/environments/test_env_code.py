@@ -39,7 +39,6 @@ def decode_peer_value(form: Any) -> Any:
     return decode(form, lambda tag, number: pytest.fail(f"{tag} {number}"))
 
 
-
 @settings(max_examples=examples(15), deadline=None)
 @given(PLAIN)
 def test_values_keep_their_kind_and_value_on_the_wire(value: Any) -> None:
