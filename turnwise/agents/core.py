@@ -511,6 +511,8 @@ class Agent(ABC):
 
     # Whether its prompts hold the environment's tools, which the chat template must then show.
     offers_tools: ClassVar[bool] = True
+    # Whether it asks its model by ``session.chat`` only, so that a hosted endpoint's model must be configured.
+    asks_by_chat: ClassVar[bool] = False
     # Whether it repeats itself when it runs again and sees the same answers, so that its episodes can be forked.
     forkable: ClassVar[bool] = True
 

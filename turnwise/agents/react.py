@@ -28,6 +28,8 @@ class ReActAgent(Agent):
         ConfigError: A key of ``context`` is unknown, or a value not allowed.
     """
 
+    asks_by_chat: ClassVar[bool] = True
+
     def __init__(self, context: Mapping[str, Any] | ContextConfig | None = None) -> None:
         self._context = read_context(context)
 
@@ -50,6 +52,7 @@ class SingleTurnAgent(Agent):
     """Samples one answer, without tools, which the environment scores."""
 
     offers_tools: ClassVar[bool] = False
+    asks_by_chat: ClassVar[bool] = True
 
     async def run(self, episode: Episode) -> None:
         """Run one episode."""
@@ -66,6 +69,8 @@ class TurnsAgent(Agent):
     Each sees only its own observations and messages. An environment without agents has one, ``main``, which then plays
     as ReAct does. A limit or cut-off answer of one ends the episode for all.
     """
+
+    asks_by_chat: ClassVar[bool] = True
 
     def __init__(self, policies: Mapping[str, str] | None = None, others: str | None = None) -> None:
         """Assign policies to agents.

@@ -46,6 +46,7 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
+from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.branching.strategies import BranchingStrategy
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import OnGroup, RolloutParts, RolloutRequest
@@ -370,8 +371,25 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
         )
 
 
+def check_hosted(config: EvalConfig) -> None:
+    """Check what can be known of a hosted endpoint without asking it.
+
+    Raises:
+        ConfigError: The variable of its key is not set, or no model is named and the agent names none.
+    """
+    if config.hosted is None:
+        return
+    config.hosted.key()
+    if config.hosted.model is None and AgentTable(config.rollout).default().asks_by_chat:
+        raise ConfigError(
+            f"hosted.model is missing: agent {config.rollout.agent.name!r} does not name the model to request: add "
+            f"hosted.model=NAME, one that {base_url(config.url)}/models lists"
+        )
+
+
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
+    check_hosted(config)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     for line in format_lines(renderer):
         console.print(Text(line, style="dim"), soft_wrap=True)

@@ -20,6 +20,7 @@ from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
 from turnwise.evaluation.metrics import estimate_text, failed_share, money, print_table
+from turnwise.evaluation.runner import check_hosted
 from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
@@ -95,9 +96,8 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
                 check_env_and_agent(config.rollout)
                 if suite.budget.money is not None and config.prices is None:
                     raise ConfigError("prices are missing, and budget.money of the suite needs them (0 where free)")
-                if config.hosted is not None:
-                    config.hosted.key()
-                elif not config.directory.is_dir():
+                check_hosted(config)
+                if config.hosted is None and not config.directory.is_dir():
                     raise ConfigError(f"model is {config.model}, which is no directory")
                 _check_folder(config, folders.setdefault(suite.out / _folder(evaluation, model), where), where)
                 _check_tasks(config, read)

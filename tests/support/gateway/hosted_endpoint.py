@@ -89,6 +89,11 @@ class Provider:
     seen: list[Seen] = field(default_factory=list)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def posted(self) -> list[Seen]:
+        """The requests for answers, without those for the list of models."""
+        return [request for request in self.seen if request.method == "POST"]
+
 
 Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -140,7 +140,7 @@ async def test_an_endpoint_is_evaluated(
     async with provider(knows) as there:
         assert await evaluate(there, out, "--agent", agent, "rollout.temperature=0.7") == 0
         printed = capsys.readouterr().out
-        bodies = [json.loads(request.body) for request in there.seen]
+        bodies = [json.loads(request.body) for request in there.posted]
         assert {body["model"] for body in bodies} == {"big"}
         assert len(bodies) == 12
         if agent == "react":
@@ -184,7 +184,7 @@ async def test_the_best_of_several_answers_of_an_endpoint(
     async with provider(knows) as there:
         assert await evaluate(there, out, "--agent", agent, *search) == 0
         # Also programs of their own begin anew for each way, at an address of its own.
-        assert len(there.seen) == 2 * 2 * 3 * 3
+        assert len(there.posted) == 2 * 2 * 3 * 3
     capsys.readouterr()
     summary = orjson.loads((out / "summary.json").read_bytes())["sampled"]
     assert (summary["success"]["mean"], summary["turns"], summary["sampled_tokens"]) == (1.0, 3, 12)
@@ -212,31 +212,46 @@ async def test_an_endpoint_that_fails_gives_no_figures(
     assert all(not trajectory.segments for trajectory in trajectories)
 
 
+REFUSED = r"the hosted endpoint http://127\.0\.0\.1:\d+/v1 refused the key"
+
+
 @pytest.mark.parametrize(
-    ("words", "requests", "why"),
+    ("listing", "status", "words", "requests", "why"),
     [
-        (
-            ["--agent", "react"],
-            2,
-            r"the hosted endpoint refused the key \(401\): correct the variable of hosted\.key_env",
-        ),
-        (["--agent", f"{__name__}:OverChat"], 2, r"the hosted endpoint refused the key \(401\)"),
-        (["hosted.model=null"], 0, r"hosted\.model is missing: session\.chat must name the model"),
+        (401, 401, ["--agent", "react"], 0, rf"{REFUSED} \(401\): correct TEST_EVAL_KEY, named by hosted\.key_env"),
+        (200, 401, ["--agent", f"{__name__}:OverChat"], 2, rf"{REFUSED} \(401\)"),
+        (401, 401, ["hosted.key_env=null"], 0, r"name the environment variable of a key in hosted\.key_env \("),
+        (403, 403, [], 2, rf"{REFUSED} \(403\)"),
+        (403, 403, ["--agent", f"{__name__}:OverChat"], 2, rf"{REFUSED} \(403\)"),
+        (404, 404, [], 2, r"1:\d+/v1 answered 404: .*no such.*; correct url or hosted\.model \(big\)"),
+        (200, 200, ["hosted.model=null"], 0, r"hosted\.model is missing: agent 'react' .* http://\S+/v1/models lists"),
     ],
 )
 async def test_an_endpoint_that_answers_nobody_ends_the_evaluation_at_once(
-    words: list[str], requests: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    listing: int, status: int, words: list[str], requests: int, why: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    async def refuse(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "Incorrect API key"}}, status=401)
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        body = {"error": {"message": "no such thing"}}
+        return web.json_response(body, status=listing if request.method == "GET" else status)
 
     monkeypatch.setenv("TEST_EVAL_KEY", KEY)
     async with provider(refuse) as there:
         assert await evaluate(there, tmp_path / "out", "rollout.concurrency=1", *words) == 1
         # The next episode may have begun; 4 would be played, of 3 tries each.
-        assert len(there.seen) <= requests
+        assert len(there.posted) <= requests
     assert len(re.findall(why, capsys.readouterr().err)) == 1
+
+
+async def test_an_endpoint_without_a_server_ends_the_evaluation_before_its_first_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_EVAL_KEY", KEY)
+    async with provider(knows) as there:
+        pass
+    assert await evaluate(there, tmp_path / "out") == 1
+    assert f"{base_url(there.url)} cannot be reached (Connect call failed" in capsys.readouterr().err
+    assert not list(read_trajectories(tmp_path / "out" / "trajectories.twz"))
 
 
 def test_settings_that_hosted_endpoints_lack_are_refused(tmp_path: Path) -> None:

@@ -10,17 +10,13 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import BudgetExceeded, EndpointUnusable, InferenceError, TurnwiseError
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.request import read_answer
 from turnwise.gateway.proxy.session import Usage
 from turnwise.model.canonical import clean
-from turnwise.types import Message, StopReason
+from turnwise.types import Message
 
 _TEXTS = ("content", "reasoning_content", "refusal")
-# Statuses of an endpoint that are not caused by the request.
-_FAILURES = {403, 404, 408, 409, 425, 429}
-_OVERFLOW = ("prompt is too long", "maximum context length", "context_length_exceeded")
 _QUOTED = 300
 _DELTAS = {
     "text_delta": "text",
@@ -117,19 +113,6 @@ class AnswerReader(ABC):
 
 
 _UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
-
-
-def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
-    """Return the failure that an error response means for the episode; None if the request was wrong."""
-    text = raw.decode("utf-8", "replace")
-    if status == 401:
-        # Its own message quotes parts of the key.
-        return EndpointUnusable("the hosted endpoint refused the key (401): correct the variable of hosted.key_env")
-    if status in _FAILURES or status >= 500:
-        return InferenceError(f"the hosted endpoint answered {status}: {text[:_QUOTED]}")
-    if any(word in text for word in _OVERFLOW):
-        return BudgetExceeded(StopReason.CONTEXT_OVERFLOW, text[:_QUOTED])
-    return None
 
 
 def answer_reader(dialect: str) -> AnswerReader:

@@ -18,7 +18,7 @@ from turnwise.gateway.app import SessionApp, read_json
 from turnwise.gateway.dialects.core import Dialect, Origin
 from turnwise.gateway.errors import ApiError, missing_route
 from turnwise.gateway.exchange import Exchange
-from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
+from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.request import ForwardedRequest, read_forwarded, unparsed_request
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, TextSession, Usage
@@ -89,19 +89,10 @@ class _Turn:
         else:
             self._session.withdraw(self._placed)
 
-    def fail(self, why: str) -> None:
-        self._fail(InferenceError(f"the hosted endpoint {why}"))
-
-    def _fail(self, failure: TurnwiseError) -> None:
-        self._session.fail(failure)
+    def fail(self, failure: TurnwiseError) -> None:
+        if not isinstance(failure, BudgetExceeded):
+            self._session.fail(failure)
         self._entry.note_outcome(failure)
-
-    def refused(self, status: int, raw: bytes) -> None:
-        failure = failure_of(status, raw)
-        if isinstance(failure, BudgetExceeded):
-            self._entry.note_outcome(failure)
-        elif failure is not None:
-            self._fail(failure)
 
     def _store_response(self, message: Message, turn_id: str) -> None:
         reader, request = self.reader, self._request
@@ -181,12 +172,12 @@ class HostedApp(SessionApp):
                     await self._whole(exchange, answer, turn)
         except ApiError as error:
             if turn is not None and error.status >= 500:
-                turn.fail(error.message)
+                turn.fail(InferenceError(error.message))
             raise
         except aiohttp.ClientError as error:
             _log.warning("session %s: the hosted endpoint broke off a response (%s)", entry.id, type(error).__name__)
             if turn is not None:
-                turn.fail(f"broke off an answer ({type(error).__name__})")
+                turn.fail(InferenceError(f"{self._endpoint.title} broke off an answer ({type(error).__name__})"))
             # A response that has begun stays incomplete; one that has not can report the error.
             raise ApiError(502, "the hosted endpoint broke off its response", code="server_error") from None
 
@@ -195,11 +186,13 @@ class HostedApp(SessionApp):
         if answer.status != 200:
             _log.warning("the hosted endpoint answered %d to %s", answer.status, answer.url.path)
         if turn is not None and answer.status != 200:
-            turn.refused(answer.status, raw)
+            if (failure := self._endpoint.failure(answer.status, raw)) is not None:
+                turn.fail(failure)
         elif turn is not None:
             answers = turn.reader.read_response(raw)
             if not answers:
-                turn.fail(f"answered no message: {raw.decode('utf-8', 'replace')[:_QUOTED]}")
+                text = raw.decode("utf-8", "replace")[:_QUOTED]
+                turn.fail(InferenceError(f"{self._endpoint.title} answered no message: {text}"))
             turn.commit(answers)
         if answer.status == 401:
             # Its body quotes parts of a key that agents must not see.
@@ -220,6 +213,6 @@ class HostedApp(SessionApp):
         rest = key_filter.end()
         reader.feed(rest)
         if not reader.complete:
-            turn.fail("ended a stream without its end")
+            turn.fail(InferenceError(f"{self._endpoint.title} ended a stream without its end"))
         turn.close()
         await exchange.send(rest, final=True)

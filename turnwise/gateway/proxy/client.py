@@ -17,7 +17,7 @@ import aiohttp
 
 from turnwise.errors import EndpointUnusable, InferenceError, RequestRefused, SessionError
 from turnwise.gateway.errors import ApiError
-from turnwise.gateway.proxy.answer import answer_reader, failure_of
+from turnwise.gateway.proxy.answer import answer_reader
 from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, EndpointAnswer, NoTokens, TextSession
 from turnwise.inference.connections import retry_after
@@ -47,6 +47,7 @@ class HostedClient(NoTokens):
         self.endpoint = endpoint
         self._model = model
         self._seconds = seconds
+        self._answered = False
 
     def open(
         self,
@@ -79,7 +80,8 @@ class HostedClient(NoTokens):
         )
 
     async def model_info(self) -> ModelInfo:
-        """Return the model's name; its context length is unknown."""
+        """Return the model's name, its context length unknown. Raises EndpointUnusable: nothing answers, or no key."""
+        await self.endpoint.check()
         return ModelInfo(self._model or "hosted", UNKNOWN_CONTEXT)
 
     async def close(self) -> None:
@@ -111,15 +113,19 @@ class HostedClient(NoTokens):
             raise InferenceError(error.message) from None
         except (TimeoutError, aiohttp.ClientError) as error:
             # The text of such an error may quote headers.
-            raise InferenceError(f"the hosted endpoint's response was incomplete ({type(error).__name__})") from None
+            message = f"the response of {self.endpoint.title} was incomplete ({type(error).__name__})"
+            raise InferenceError(message) from None
         if status != 200:
-            text = raw.decode("utf-8", "replace")[:_QUOTED]
-            raise failure_of(status, raw) or RequestRefused(f"the hosted endpoint answered {status}: {text}")
+            text = f"{self.endpoint.title} answered {status}: {raw.decode('utf-8', 'replace')[:_QUOTED]}"
+            if status == 404 and not self._answered:
+                raise EndpointUnusable(f"{text}; correct url or hosted.model ({self._model})")
+            raise self.endpoint.failure(status, raw) or RequestRefused(text)
+        self._answered = True
         reader = answer_reader("openai_chat")
         answers = reader.read_response(raw)
         if not answers or not answers[0].parsed:
             raise InferenceError(
-                f"the hosted endpoint's response has no message: {raw.decode('utf-8', 'replace')[:_QUOTED]}"
+                f"the response of {self.endpoint.title} has no message: {raw.decode('utf-8', 'replace')[:_QUOTED]}"
             )
         return EndpointAnswer(answers[0].message, answers[0].cut, reader.usage, sampling, reader.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -12,11 +13,13 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from turnwise.errors import BudgetExceeded, EndpointUnusable, InferenceError, TurnwiseError
 from turnwise.gateway.concurrency import AdaptiveLimit
 from turnwise.gateway.config import SECRET_HEADERS, HostedConfig
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.redaction import HIDDEN, SecretFilter
 from turnwise.inference.connections import retry_after
+from turnwise.types import StopReason
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -37,6 +40,11 @@ _RETURNED = {
 _RETURNED_BEGINNINGS = ("x-ratelimit-", "anthropic-ratelimit-")
 OVERLOADED = frozenset({429, 503, 529})
 """Statuses by which a provider reports that requests come too fast."""
+# Statuses of an endpoint that are not caused by the request.
+_FAILURES = {403, 404, 408, 409, 425, 429}
+_OVERFLOW = ("prompt is too long", "maximum context length", "context_length_exceeded")
+_QUOTED = 300
+_CHECK_S = 60.0
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
 
 
@@ -56,6 +64,7 @@ class Endpoint:
         self._config = config
         self._key = key
         self._http: aiohttp.ClientSession | None = None
+        self._forbids = False
 
     @property
     def title(self) -> str:
@@ -67,6 +76,52 @@ class Endpoint:
         http, self._http = self._http, None
         if http is not None:
             await http.close()
+
+    async def check(self) -> None:
+        """Ask for its models, which costs nothing: an endpoint that cannot be reached or refuses the key is unusable.
+
+        Any other answer passes, and none within a minute: not every endpoint lists its models.
+
+        Raises:
+            EndpointUnusable: The message names address and remedy.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                # The header of the key depends on an API that is known with the first request.
+                status = await self._list_models(anthropic=False)
+                if status == 401:
+                    status = await self._list_models(anthropic=True)
+        except TimeoutError:
+            return
+        except ApiError as error:
+            raise EndpointUnusable(error.message) from None
+        self._forbids = status == 403
+        if status == 401:
+            raise self._key_refused(status)
+
+    async def _list_models(self, *, anthropic: bool) -> int:
+        headers = self.request_headers((), anthropic=anthropic, token="")
+        headers |= {"anthropic-version": "2023-06-01"} if anthropic else {}
+        async with self._send("GET", "models", b"", headers, b"", "") as answer:
+            return answer.status
+
+    def failure(self, status: int, raw: bytes) -> TurnwiseError | None:
+        """Return the failure that an error response means for the episode; None if the request was wrong."""
+        text = raw.decode("utf-8", "replace")
+        # Where the list of models is open, what is forbidden is that request.
+        if status == 401 or (status == 403 and self._forbids):
+            return self._key_refused(status)
+        if status in _FAILURES or status >= 500:
+            return InferenceError(f"{self.title} answered {status}: {text[:_QUOTED]}")
+        if any(word in text for word in _OVERFLOW):
+            return BudgetExceeded(StopReason.CONTEXT_OVERFLOW, text[:_QUOTED])
+        return None
+
+    def _key_refused(self, status: int) -> EndpointUnusable:
+        """Return the error without the endpoint's own message, which quotes parts of the key."""
+        variable = self._config.key_env
+        remedy = "name the environment variable of a key in" if variable is None else f"correct {variable}, named by"
+        return EndpointUnusable(f"{self.title} refused the key ({status}): {remedy} hosted.key_env (--key-env)")
 
     def request_body(self, raw: bytes, body: Mapping[str, Any]) -> bytes:
         """Return the bytes to send: the agent's, unless the model is replaced."""
