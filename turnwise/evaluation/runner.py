@@ -305,6 +305,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     if config.search is not None:
         # A scorer that cannot be loaded is an error before a model is served.
         BranchingStrategy(config.search)
+    check_hosted(config)
     errors: list[str] = []
     with output_directory(config) as folder:
         result = asyncio.run(_evaluate(config, folder, console, errors))
@@ -389,7 +390,6 @@ def check_hosted(config: EvalConfig) -> None:
 
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
-    check_hosted(config)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
     for line in format_lines(renderer):
         console.print(Text(line, style="dim"), soft_wrap=True)
