@@ -70,7 +70,8 @@ train-real: $(SMOLLM)/.turnwise-installed  ## Train a pretrained model, SmolLM2-
 	$(BIN)/python examples/smollm2/main.py --packages $(SMOLLM) --seed $(SEED)
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine
-	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests -m "not long and not real and not gpu" -n $(JOBS) --dist worksteal
+	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests --ignore tests/real --ignore tests/gpu -m "not long and not real and not gpu" \
+		-n $(JOBS) --dist worksteal
 
 test-long: $(STAMP)  ## Run those that train to a success figure, walk a crash matrix or draw all their examples
 	$(TESTING) tests -m "(long or hypothesis) and not real and not gpu" -n $(LONG_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST)

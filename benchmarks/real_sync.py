@@ -1,7 +1,7 @@
 """A full weight update of a pretrained model: CPU seconds from the trainer's tensors to a server that serves them.
 
 SmolLM2-135M in float32, 538 MB (``harness/smollm2.py``). Before each update one element of every tensor changes. An
-update is ``SharedMemoryWriter.sync`` to one server: compare with the last version, write it to shared memory with
+update is ``SharedMemoryTransport.publish`` to one server: compare with the last version, write it to shared memory with
 checksums, have the server read and check it and take it over, remove the last version. The measure is its CPU seconds
 in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
 
@@ -36,7 +36,7 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica import ServerReplica
 from turnwise.inference.vllm import VLLMReplica, find_install
 from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryTransport
 from turnwise.types import SamplingParams, TokenPrompt
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -109,7 +109,7 @@ def read(tensors: dict[str, torch.Tensor]) -> None:
 async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repeats: int) -> dict[str, Any]:
     """Measure reads and updates in turn; the first update is not counted."""
     samples: dict[str, list[float]] = {"read_s": [], "read_wall_s": [], "update_s": [], "update_wall_s": []}
-    writer = SharedMemoryWriter()
+    transport = SharedMemoryTransport()
     try:
         for number in range(repeats + 1):
             change(tensors)
@@ -117,7 +117,7 @@ async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repe
                 read(tensors)
             there = await replica.cpu_seconds()
             with measured() as updating:
-                await writer.sync(tensors.items(), [replica], number + 1)
+                await transport.publish(lambda sender: sender(tensors.items()), [replica], number + 1)
             spent = updating.cpu_s + await replica.cpu_seconds() - there
             if number:
                 for name, value in (
@@ -129,13 +129,13 @@ async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repe
                     samples[name].append(round(value, 4))
             print(f"{replica.url}: read {reading.cpu_s:.3f}, update {spent:.3f} CPU-s", file=sys.stderr, flush=True)
     finally:
-        writer.close()
+        transport.close()
     return samples
 
 
 async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -> float:
     """Return the longest wait of a running request during an update, less its usual one, in wall seconds."""
-    client, writer, arrivals = HTTPClient([replica.url]), SharedMemoryWriter(), [time.perf_counter()]
+    client, transport, arrivals = HTTPClient([replica.url]), SharedMemoryTransport(), [time.perf_counter()]
     grown = asyncio.Event()
     prompt = TokenPrompt(np.arange(100, 116, dtype=np.int32))
     params = SamplingParams(temperature=1.0, max_tokens=400, seed=1, ignore_eos=True)
@@ -156,7 +156,7 @@ async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -
         usual = statistics.median(np.diff(arrivals[1:]))
         change(tensors)
         begun = len(arrivals)
-        await writer.sync(tensors.items(), [replica], 1000)
+        await transport.publish(lambda sender: sender(tensors.items()), [replica], 1000)
         await until(begun + 5)
         return float(max(np.diff(arrivals[begun - 1 :]).max() - usual, 0.0))
     finally:
@@ -164,7 +164,7 @@ async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -
         with suppress(asyncio.CancelledError):
             await running
         await client.close()
-        writer.close()
+        transport.close()
 
 
 def parts(tensors: dict[str, torch.Tensor], model: Path) -> dict[str, float]:

@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
-from turnwise.engine.weights import write_weights
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
-from turnwise.trainer.weight_sync import WeightWriter, load_everywhere, register_weight_transport
+from turnwise.trainer.weight_sync import (
+    SendWeights,
+    WeightTransport,
+    load_everywhere,
+    register_weight_transport,
+    write_version,
+)
 
 
 @register_weight_transport("folder")
-class FolderTransport(WeightWriter):
+class FolderTransport(WeightTransport):
     """Writes each version to a file in a folder of its own below ``directory``, and keeps the newest ones.
 
     Args:
@@ -42,23 +46,21 @@ class FolderTransport(WeightWriter):
 
     _last: WeightManifest | None
 
-    async def sync(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        replicas: Sequence[Replica],
-        version: int,
-        *,
-        adapter: AdapterInfo | None = None,
+    async def publish(
+        self, send: SendWeights, replicas: Sequence[Replica], version: int, *, adapter: AdapterInfo | None = None
     ) -> WeightManifest:
         """Write the weights and have every replica load them; unchanged weights are only renumbered."""
-        try:
-            manifest = await asyncio.to_thread(
-                write_weights, tensors, self.directory, version, keep=self._keep, adapter=adapter, previous=self._last
-            )
-        except OSError as error:
-            raise TrainError(f"weights of version {version} cannot be written to {self.directory}: {error}") from error
+        writer = partial(
+            write_version,
+            directory=self.directory,
+            version=version,
+            keep=self._keep,
+            adapter=adapter,
+            previous=self._last,
+        )
+        manifest = await asyncio.to_thread(send, writer)
         if not manifest.same_weights(self._last):
-            self.written_bytes += manifest.nbytes
+            self.sent_bytes += manifest.nbytes
         self._last = manifest
         await load_everywhere(manifest, replicas)
         return manifest

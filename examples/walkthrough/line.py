@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,11 +39,11 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.learn.learner import Learner
+from turnwise.trainer.learn.learner import Learner, send_weights
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.run.task_scheduler import next_requests
-from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryTransport
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Completion, Message, SamplingParams, TokenPrompt, ToolCall
@@ -88,7 +89,7 @@ class Parts:
     producer: RolloutProducer
     batches: BatchWriter
     learner: Learner
-    weights: SharedMemoryWriter
+    weights: SharedMemoryTransport
     replica: BuiltinReplica
     server: HTTPClient
     served: int
@@ -166,7 +167,7 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
         producer = await RolloutProducer.create(ROLLOUT, client, buffer, parts)
         stack.push_async_callback(producer.close)
         learner = TorchLearner.create(start.policy, total_steps=1)
-        weights = SharedMemoryWriter()
+        weights = SharedMemoryTransport()
         stack.callback(weights.close)
         replica = BuiltinReplica(start.model, log_file=directory / "server.log")
         stack.push_async_callback(replica.close)
@@ -195,7 +196,7 @@ async def walk(parts: Parts) -> Walked:
     metrics = update_policy(parts.learner, experience.rows, ALGORITHM, BATCH, seed=1)
 
     # From changed weights to the server.
-    manifest = await parts.weights.sync(parts.learner.export_weights(), [parts.replica], version=1)
+    manifest = await parts.weights.publish(partial(send_weights, parts.learner), [parts.replica], version=1)
     served = (await parts.server.model_info()).weight_version
     await parts.buffer.release(batch)
 

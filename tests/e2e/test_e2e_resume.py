@@ -42,7 +42,7 @@ from turnwise.trainer.run.checkpoint import capture_rng
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.train import run_train
-from turnwise.trainer.weight_sync import SharedMemoryWriter
+from turnwise.trainer.weight_sync import SharedMemoryTransport
 from turnwise.trajectory_file import read_trajectories
 
 # One episode at a time: then the engine's batches, and with them the last bits of every number, are the same in
@@ -92,7 +92,7 @@ def state_file(checkpoint: Path) -> dict[str, Any]:
 
 def shared_memory() -> Path:
     """Return where runs keep weights. Whoever opens one there removes what killed runs left."""
-    writer = SharedMemoryWriter()
+    writer = SharedMemoryTransport()
     writer.close()
     return writer.directory.parent
 

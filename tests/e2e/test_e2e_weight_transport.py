@@ -22,7 +22,7 @@ class Listed(FolderTransport):  # type: ignore[misc, valid-type]
         names = sorted(file.name for file in self.directory.iterdir()) if self.directory.exists() else []
         super().close()
         with (self.directory.parent / "held").open("a") as file:
-            file.write(f"{len(names)} {self.written_bytes}\n")
+            file.write(f"{len(names)} {self.sent_bytes}\n")
 
 
 @pytest.mark.long

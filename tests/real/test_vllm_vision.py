@@ -15,6 +15,7 @@ from turnwise.chat.processor import load_processor
 from turnwise.engine.weights import write_weights
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
+from turnwise.trainer.model.weights import PolicyWeights
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
@@ -39,8 +40,8 @@ async def test_images_are_seen_and_weights_follow(tmp_path: Path) -> None:
         client = HTTPClient([server.url], processor=load_processor(directory))
         for weights in (directory, other):
             if weights is other:
-                tensors = AutoModelForImageTextToText.from_pretrained(other).state_dict()
-                await server.update_weights(write_weights(tensors.items(), tmp_path / "weights", 4))
+                tensors = PolicyWeights(AutoModelForImageTextToText.from_pretrained(other), None).read()
+                await server.update_weights(write_weights(tensors, tmp_path / "weights", 4))
             reference_model = reference(weights)
             for images in SETS:
                 sight = prompt(directory, images)

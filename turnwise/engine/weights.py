@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -40,6 +40,10 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+WeightSender = Callable[[Iterable[tuple[str, torch.Tensor]]], WeightManifest]
+"""Writes or sends a version of the weights, in the process that owns them: it is pickled to another one."""
 
 
 def weights_directory(name: str) -> Path:

@@ -6,49 +6,49 @@ import asyncio
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
 from turnwise.append_file import write_remedy
-from turnwise.engine.weights import weights_directory, write_weights
+from turnwise.engine.weights import WeightSender, weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
 from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import WeightTransportConfig
 
+SendWeights = Callable[[WeightSender], WeightManifest]
+"""Calls a sender where the weights are, and returns its result: ``learn.learner.send_weights`` of a learner."""
 
-class WeightWriter(ABC):
-    """Sends weight versions to all replicas.
+
+class WeightTransport(ABC):
+    """Publishes weight versions to all replicas.
 
     Attributes:
-        written_bytes: Bytes of weights written so far. Unchanged weights add none.
+        sent_bytes: Bytes of weights sent so far. Unchanged weights add none.
     """
 
-    written_bytes: int = 0
+    sent_bytes: int = 0
 
     @abstractmethod
-    async def sync(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        replicas: Sequence[Replica],
-        version: int,
-        *,
-        adapter: AdapterInfo | None = None,
+    async def publish(
+        self, send: SendWeights, replicas: Sequence[Replica], version: int, *, adapter: AdapterInfo | None = None
     ) -> WeightManifest:
-        """Write the weights and have every replica load them; unchanged weights are only renumbered.
+        """Send the weights and have every replica load them; unchanged weights are only renumbered.
 
         Args:
-            tensors: (Hugging Face name, tensor), consumed during the call.
+            send: Takes a function of (name in the checkpoint, tensor) pairs to the process that has them; call it in
+                a thread. A process that is not this one unpickles the function.
             replicas: The servers.
             version: The new weight version.
             adapter: The adapter that the tensors belong to; None for full weights.
 
         Returns:
-            The manifest; its files stay readable until the next ``sync`` has succeeded.
+            The manifest; its files stay readable until the next ``publish`` has succeeded.
 
         Raises:
             InferenceError: A replica did not load them.
@@ -57,7 +57,30 @@ class WeightWriter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove the written files. Idempotent."""
+        """Remove what was written. Idempotent."""
+
+
+def write_version(
+    tensors: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    version: int,
+    *,
+    keep: int = 2,
+    adapter: AdapterInfo | None = None,
+    previous: WeightManifest | None = None,
+) -> WeightManifest:
+    """Write a version to a directory; see :func:`~turnwise.engine.weights.write_weights`.
+
+    Raises:
+        TrainError: The disk refuses.
+    """
+    try:
+        return write_weights(tensors, directory, version, keep=keep, adapter=adapter, previous=previous)
+    except OSError as error:
+        raise TrainError(
+            f"weights of version {version} cannot be written to {directory}, which holds {keep} copies of them: "
+            f"{error}: {write_remedy(error)}"
+        ) from error
 
 
 async def load_everywhere(manifest: WeightManifest, replicas: Sequence[Replica]) -> None:
@@ -71,13 +94,13 @@ async def load_everywhere(manifest: WeightManifest, replicas: Sequence[Replica])
 _NAME = "weights-{pid}"
 
 
-class SharedMemoryWriter(WeightWriter):
+class SharedMemoryTransport(WeightTransport):
     """Writes each version to a file in shared memory, which the built-in servers use as their weights.
 
     A version is removed when all servers have loaded the next one.
 
     Attributes:
-        directory: Removed by :meth:`close`, or by the next writer on this machine if this process is killed.
+        directory: Removed by :meth:`close`, or by the next transport on this machine if this process is killed.
     """
 
     def __init__(self) -> None:
@@ -88,26 +111,14 @@ class SharedMemoryWriter(WeightWriter):
         self._last: WeightManifest | None = None
         remove_orphans(self.directory.parent, f"turnwise-{_NAME.format(pid='')}")
 
-    async def sync(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        replicas: Sequence[Replica],
-        version: int,
-        *,
-        adapter: AdapterInfo | None = None,
+    async def publish(
+        self, send: SendWeights, replicas: Sequence[Replica], version: int, *, adapter: AdapterInfo | None = None
     ) -> WeightManifest:
-        """Write the weights and have every replica load them; see :meth:`WeightWriter.sync`."""
-        try:
-            manifest = await asyncio.to_thread(
-                write_weights, tensors, self.directory, version, adapter=adapter, previous=self._last
-            )
-        except OSError as error:
-            raise TrainError(
-                f"weights of version {version} cannot be written to {self.directory}, which holds two copies of them: "
-                f"{error}: {write_remedy(error)}"
-            ) from error
+        """Write the weights and have every replica load them; see :meth:`WeightTransport.publish`."""
+        writer = partial(write_version, directory=self.directory, version=version, adapter=adapter, previous=self._last)
+        manifest = await asyncio.to_thread(send, writer)
         if not manifest.same_weights(self._last):
-            self.written_bytes += manifest.nbytes
+            self.sent_bytes += manifest.nbytes
         self._last = manifest
         await load_everywhere(manifest, replicas)
         await asyncio.to_thread(self._remove_older, Path(manifest.path))
@@ -124,7 +135,7 @@ class SharedMemoryWriter(WeightWriter):
 
 
 TRANSPORTS: Final = ClassRegistry(
-    WeightWriter, "weight transport", "weight_transport.name", {"shared_memory": SharedMemoryWriter}
+    WeightTransport, "weight transport", "weight_transport.name", {"shared_memory": SharedMemoryTransport}
 )
 """Weight transports by the name that ``policies.main.weight_transport`` uses."""
 
@@ -142,12 +153,12 @@ def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
     return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
 
 
-def open_transport(config: WeightTransportConfig) -> WeightWriter:
+def open_transport(config: WeightTransportConfig) -> WeightTransport:
     """Make the configured weight transport.
 
     Raises:
         RegistryError: As :func:`chosen_transport`.
         TrainError: There is no room for weights.
     """
-    writer: WeightWriter = chosen_transport(config)()
-    return writer
+    transport: WeightTransport = chosen_transport(config)()
+    return transport

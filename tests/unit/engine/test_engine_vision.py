@@ -19,6 +19,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.wire import BadRequest
 from turnwise.model.media_wire import MediaEncoder
+from turnwise.trainer.model.weights import PolicyWeights
 from turnwise.types import TokenPrompt
 
 
@@ -91,7 +92,7 @@ def test_other_weights_encode_images_again() -> None:
     runner, token_prompt = Runner(directory), prompt(vision_model(), SETS[3])
     runner.submit("before", token_prompt)
     runner.run()
-    weights = AutoModelForImageTextToText.from_pretrained(other).state_dict()
+    weights = dict(PolicyWeights(AutoModelForImageTextToText.from_pretrained(other), None).read())
     runner.engine.update_weights(weights, 1)
     runner.submit("after", token_prompt)
     output = runner.run()["after"]

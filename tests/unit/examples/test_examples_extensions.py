@@ -196,7 +196,7 @@ def test_a_weight_transport_is_checked_with_the_configuration(tmp_path: Path) ->
         ("shared", r"weight_transport\.name is 'shared'; did you mean 'shared_memory'\?"),
         ({"name": TRANSPORT}, r"directory"),
         ({"name": TRANSPORT, "config": {"directory": str(tmp_path), "kept": 1}}, r"weight_transport\.config.*kept"),
-        (f"{FOLDER}/chat_format.py:Brackets", "must derive from turnwise.trainer.weight_sync.WeightWriter"),
+        (f"{FOLDER}/chat_format.py:Brackets", "must derive from turnwise.trainer.weight_sync.WeightTransport"),
     ):
         with pytest.raises((ValueError, ConfigError), match=message):
             policy(transport)

@@ -8,6 +8,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.learn.reference import open_reference
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import load_model
+from turnwise.trainer.weight_sync import write_version
 from turnwise.trajectory import TrainSample
 
 LENGTHS = (31, 9, 14, 6, 11, 7, 22)
@@ -374,6 +376,21 @@ def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path
     assert [reference.name for reference in tmp_path.iterdir()] == [Path(written.path).name]
     step(learner)
     assert write_weights(learner.export_weights(), tmp_path, 3, previous=rewritten).path != written.path
+
+
+def test_the_first_rank_writes_weights_and_ranks_stay_in_step_where_it_cannot(
+    model: Path, two: WarmRanks, tmp_path: Path
+) -> None:
+    learner = FSDPLearner(two, policy(model), 9)
+    exported = weights(learner)
+    manifest = learner.send_weights(partial(write_version, directory=tmp_path, version=1), torch.bfloat16)
+    sent = read_weights(manifest)
+    assert sent.keys() == exported.keys()
+    assert all(torch.equal(sent[name], exported[name].bfloat16()) for name in sent)
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainError, match="weights of version 2 cannot be written to "):
+        learner.send_weights(partial(write_version, directory=tmp_path / "file", version=2))
+    assert gap(weights(learner), exported) == 0
 
 
 def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two: WarmRanks, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.model.core import Replica, WeightManifest
 from turnwise.trainer.config.policy import WeightTransportConfig
-from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.weight_sync import TRANSPORTS, SharedMemoryWriter, WeightWriter, open_transport
+from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trainer.weight_sync import TRANSPORTS, SendWeights, SharedMemoryTransport, WeightTransport, open_transport
 
 
 class ReadingReplica(Replica):
@@ -49,18 +49,22 @@ class ReadingReplica(Replica):
     async def close(self) -> None: ...
 
 
+def send_of(policy: Policy) -> SendWeights:
+    return lambda sender: sender(policy.named_weights())
+
+
 FOLDER = str(Path(__file__).parents[3] / "examples" / "extensions" / "weight_transport.py") + ":FolderTransport"
 
 
 @pytest.fixture
-def writer() -> Iterator[SharedMemoryWriter]:
-    writer = SharedMemoryWriter()
+def writer() -> Iterator[SharedMemoryTransport]:
+    writer = SharedMemoryTransport()
     yield writer
     writer.close()
 
 
 @pytest.fixture(params=["shared_memory", FOLDER], ids=["shared_memory", "folder"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightWriter]:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightTransport]:
     """What keeps the contract of weight transports: the one that ships, and that of ``examples/extensions``."""
     registered = dict(TRANSPORTS.classes)
     config = {} if request.param == "shared_memory" else {"directory": str(tmp_path)}
@@ -71,13 +75,15 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Weight
     TRANSPORTS.classes.update(registered)
 
 
-async def test_every_replica_loads_identical_weights(transport: WeightWriter, model_dir: Callable[..., Path]) -> None:
+async def test_every_replica_loads_identical_weights(
+    transport: WeightTransport, model_dir: Callable[..., Path]
+) -> None:
     policy = load_model(model_dir("qwen3"))
     replicas = [ReadingReplica(), ReadingReplica()]
     for version in (1, 2, 3):
         with torch.no_grad():
             policy.model.model.norm.weight.add_(1.0)
-        manifest = await transport.sync(policy.named_weights(), replicas, version)
+        manifest = await transport.publish(send_of(policy), replicas, version)
         assert manifest.version == version
         for replica in replicas:
             assert set(replica.loaded) == {name for name, _ in policy.named_weights()}
@@ -90,54 +96,54 @@ async def test_every_replica_loads_identical_weights(transport: WeightWriter, mo
 
 
 async def test_an_older_version_is_removed_when_all_have_loaded_the_next(
-    writer: SharedMemoryWriter, model_dir: Callable[..., Path]
+    writer: SharedMemoryTransport, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
     for version in (1, 2):
         with torch.no_grad():
             policy.model.model.norm.weight.add_(1.0)
-        manifest = await writer.sync(policy.named_weights(), [ReadingReplica()], version)
+        manifest = await writer.publish(send_of(policy), [ReadingReplica()], version)
         assert [str(file) for file in writer.directory.iterdir()] == [manifest.path]
     writer.close()
     assert not writer.directory.exists()
 
 
 async def test_weights_that_did_not_change_are_named_and_not_written(
-    transport: WeightWriter, model_dir: Callable[..., Path]
+    transport: WeightTransport, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
     replica = ReadingReplica()
-    first = await transport.sync(policy.named_weights(), [replica], 1)
-    assert transport.written_bytes == first.nbytes
-    second = await transport.sync(policy.named_weights(), [replica], 2)
+    first = await transport.publish(send_of(policy), [replica], 1)
+    assert transport.sent_bytes == first.nbytes
+    second = await transport.publish(send_of(policy), [replica], 2)
     assert (second.version, second.path, second.tensors) == (2, first.path, first.tensors)
-    assert transport.written_bytes == first.nbytes
+    assert transport.sent_bytes == first.nbytes
     with torch.no_grad():
         next(iter(policy.named_weights()))[1].view(-1)[0] += 1e-3
-    third = await transport.sync(policy.named_weights(), [replica], 3)
+    third = await transport.publish(send_of(policy), [replica], 3)
     assert not third.same_weights(second)
-    assert transport.written_bytes == 2 * first.nbytes
+    assert transport.sent_bytes == 2 * first.nbytes
     for name, tensor in policy.named_weights():
         assert torch.equal(replica.loaded[name], tensor)
 
 
 async def test_a_replica_that_serves_another_version_is_an_error(
-    transport: WeightWriter, model_dir: Callable[..., Path]
+    transport: WeightTransport, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
     with pytest.raises(InferenceError, match="serves weight version 6 after an update to 7"):
-        await transport.sync(policy.named_weights(), [ReadingReplica(), ReadingReplica(6)], 7)
+        await transport.publish(send_of(policy), [ReadingReplica(), ReadingReplica(6)], 7)
 
 
-def test_files_of_a_killed_process_are_removed(writer: SharedMemoryWriter) -> None:
+def test_files_of_a_killed_process_are_removed(writer: SharedMemoryTransport) -> None:
     code = (
-        "import os; from turnwise.trainer.weight_sync import SharedMemoryWriter as W;"
-        "w = W(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"
+        "import os; from turnwise.trainer.weight_sync import SharedMemoryTransport as T;"
+        "w = T(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"
     )
     result = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     orphan = Path(result.stdout.strip())
     assert (orphan / "x").exists(), result.stderr
-    other = SharedMemoryWriter()
+    other = SharedMemoryTransport()
     try:
         assert not orphan.exists()
         assert writer.directory.exists()

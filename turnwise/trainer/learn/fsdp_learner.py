@@ -18,14 +18,14 @@ from torch import Tensor
 from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu
 from turnwise.engine.capacity import machine_memory, model_size
 from turnwise.engine.lora import model_under
-from turnwise.engine.weights import WeightStream
+from turnwise.engine.weights import WeightSender, WeightStream
 from turnwise.errors import TrainError
-from turnwise.model.core import AdapterInfo
+from turnwise.model.core import AdapterInfo, WeightManifest
 from turnwise.placement.devices import AUTO, CPU
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult
+from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult, WeightHost
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
@@ -118,7 +118,7 @@ def _device(config: PolicyConfig) -> str:
     )
 
 
-class FSDPLearner(Learner, ModelHost):
+class FSDPLearner(Learner, ModelHost, WeightHost):
     """Trains one policy in several rank processes of this machine.
 
     This process holds no weights. It deals the micro-batches of each call to the ranks, and asks for weights one
@@ -274,6 +274,11 @@ class FSDPLearner(Learner, ModelHost):
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters; each is gathered when asked for."""
         parts = (self._call("export", name, dtype) for name in self._facts.parameters)
         return WeightStream(self._call("types", dtype), (pair for part in parts for pair in part.items()))
+
+    def send_weights(self, sender: WeightSender, dtype: torch.dtype | None = None) -> WeightManifest:
+        """Call ``sender`` in the first rank with the weights, each gathered when it asks for it."""
+        manifest: WeightManifest = self._call("send", sender, dtype)
+        return manifest
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""

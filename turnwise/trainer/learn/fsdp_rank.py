@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import torch
@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.checkpoint_names import TensorType
-from turnwise.engine.weights import WeightStream, write_weight_file
+from turnwise.engine.weights import WeightSender, WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
+from turnwise.model.core import WeightManifest
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.losses.core import LossSums
@@ -55,10 +56,13 @@ from turnwise.trainer.learn.torch_learner import (
     TorchLearner,
     return_freed_memory,
 )
+from turnwise.trainer.model.lora import LoRA
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
 from turnwise.trainer.model.weights import PolicyWeights
+
+T = TypeVar("T")
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
@@ -229,6 +233,18 @@ def _gather_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _call_in_first(
+    call: Callable[[Iterator[tuple[str, Tensor]]], T], tensors: Iterator[tuple[str, Tensor]]
+) -> T | None:
+    """Return the result of a call with gathered tensors in the first rank, None in the others."""
+    try:
+        return call(tensors) if dist.get_rank() == 0 else None
+    finally:
+        # Also where the disk refuses: the other ranks take part in all of them.
+        for _ in tensors:
+            pass
+
+
 def _copy_to_shard(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor, which each rank has, to the rank's shard."""
     if isinstance(target, DTensor):
@@ -364,27 +380,34 @@ class RankModel:
                 parts = {name: _gather_tensor(dict(lora.tensors())[name])}
         return {part: tensor.cpu() for part, tensor in parts.items()} if dist.get_rank() == 0 else None
 
+    def send(self, sender: WeightSender, dtype: torch.dtype | None) -> WeightManifest | None:
+        """Call a sender with what servers need, in the first rank, and return its result; None in the others."""
+        tensors = self._whole_weights(dtype) if self.policy.lora is None else self._whole_factors(self.policy.lora)
+        return _call_in_first(sender, WeightStream(self.types(dtype), tensors))
+
+    def _whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the checkpoint, adapters merged, on the CPU; all ranks take part in each."""
+        for parameter in self.weights:
+            with in_step():
+                parts = self.weights.parts(parameter, _gather_tensor, dtype)
+            yield from ((name, tensor.cpu()) for name, tensor in parts.items())
+
+    def _whole_factors(self, lora: LoRA) -> Iterator[tuple[str, Tensor]]:
+        """Yield the factors of the adapters, on the CPU; all ranks take part in each."""
+        for name, factor in lora.tensors():
+            with in_step():
+                whole = _gather_tensor(factor)
+            yield name, whole.cpu()
+
     def save_model(self, directory: Path, adapters: bool) -> None:
         """Write the model in Hugging Face format, or only its adapters: the first rank one tensor after another."""
         lora = self.policy.lora
         first = dist.get_rank() == 0
         if adapters and lora is not None:
-            factors = [(name, _gather_tensor(tensor)) for name, tensor in lora.tensors()]
-            if first:
-                lora.save(directory, factors)
+            _call_in_first(partial(lora.save, directory), self._whole_factors(lora))
         else:
-            tensors = (
-                (name, tensor.cpu())
-                for parameter in self.weights
-                for name, tensor in self.weights.parts(parameter, _gather_tensor).items()
-            )
-            try:
-                if first:
-                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self.weights.names.types, tensors))
-            finally:
-                # Also where the disk refuses: the other ranks take part in all of them.
-                for _ in tensors:
-                    pass
+            stream = WeightStream(self.weights.names.types, self._whole_weights())
+            _call_in_first(partial(write_weight_file, directory / _WEIGHTS_FILE), stream)
         head = None
         if self.head is not None:
             head = {name: _gather_tensor(tensor).cpu() for name, tensor in self.head.state_dict().items()}

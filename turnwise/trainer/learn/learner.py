@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Final, Protocol, Self
 import torch
 from torch import Tensor
 
+from turnwise.engine.weights import WeightSender
 from turnwise.errors import TrainError
-from turnwise.model.core import AdapterInfo
+from turnwise.model.core import AdapterInfo, WeightManifest
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import PolicyConfig
@@ -220,6 +221,25 @@ class Learner(ABC):
     def onload(self) -> int:
         """Move offloaded tensors back. Returns the bytes moved."""
         return 0
+
+
+class WeightHost(ABC):
+    """A learner whose weights are in other processes."""
+
+    @abstractmethod
+    def send_weights(self, sender: WeightSender, dtype: torch.dtype | None = None) -> WeightManifest:
+        """Pickle a sender to one of these processes and call it there; see :func:`send_weights`."""
+
+
+def send_weights(learner: Learner, sender: WeightSender, dtype: torch.dtype | None = None) -> WeightManifest:
+    """Call a sender with what :meth:`Learner.export_weights` yields, where the weights are; return its result.
+
+    Raises:
+        TrainError: The weights cannot be written.
+    """
+    if isinstance(learner, WeightHost):
+        return learner.send_weights(sender, dtype)
+    return sender(learner.export_weights(dtype))
 
 
 class ModelHost(ABC):

@@ -21,7 +21,7 @@ from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.policies import TrainedPolicy, weight_dtype
 from turnwise.trainer.train_thread import uninterrupted
-from turnwise.trainer.weight_sync import WeightWriter, open_transport
+from turnwise.trainer.weight_sync import WeightTransport, open_transport
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 LEAGUES = "league"
@@ -112,7 +112,7 @@ class League:
         policy: TrainedPolicy,
         run: Path,
         fleets: Sequence[ReplicaSet],
-        writers: Sequence[WeightWriter],
+        transports: Sequence[WeightTransport],
     ) -> None:
         self.name = name
         self.versions: list[int] = [0]
@@ -121,7 +121,7 @@ class League:
         self._config = config
         self._policy = policy
         self._run = run
-        self._writers = list(writers)
+        self._transports = list(transports)
 
     @classmethod
     async def open(
@@ -141,17 +141,17 @@ class League:
             InferenceError: A server fails.
         """
         assert config.league is not None, "a league has a section"
-        fleets, writers = list[ReplicaSet](), list[WeightWriter]()
+        fleets, transports = list[ReplicaSet](), list[WeightTransport]()
         for slot in range(config.league.size):
             logs = run / "logs" / f"frozen-{name}-{slot}"
             fleet = ReplicaSet(config.inference, Path(policy.config.policy.model.path), logs=logs)
             stack.push_async_callback(fleet.close)
             await fleet.launch(updates=True)
             fleets.append(fleet)
-            writers.append(
+            transports.append(
                 stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
             )
-        return cls(name, config.league, policy, run, fleets, writers)
+        return cls(name, config.league, policy, run, fleets, transports)
 
     async def restore(self, versions: Sequence[int]) -> None:
         """Put the versions of a checkpoint on the servers; of a new run, where its first weights are not those served.
@@ -228,6 +228,12 @@ class League:
                     "over with --fresh"
                 )
             folder = start_model
-        fleet, writer, weights = self.fleets[slot], self._writers[slot], await asyncio.to_thread(load_model, folder)
+        fleet, weights = self.fleets[slot], await asyncio.to_thread(load_model, folder)
         dtype = weight_dtype(self._policy.config)
-        await fleet.with_recovery(lambda: writer.sync(weights.named_weights(dtype), fleet.replicas, version))
+
+        async def publish() -> None:
+            await self._transports[slot].publish(
+                lambda sender: sender(weights.named_weights(dtype)), fleet.replicas, version
+            )
+
+        await fleet.with_recovery(publish)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -22,10 +23,10 @@ from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.critic import Critic
 from turnwise.trainer.learn.distill import Teacher
-from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.learner import Learner, open_learner, send_weights
 from turnwise.trainer.learn.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
-from turnwise.trainer.weight_sync import WeightWriter, open_transport
+from turnwise.trainer.weight_sync import WeightTransport, open_transport
 
 CRITIC = "critic"
 """Where a checkpoint of a policy holds its critic."""
@@ -86,14 +87,14 @@ class TrainedPolicy(LoadedPolicy):
     Attributes:
         fleet: Its inference servers.
         client: Their client, which records every request in the run's ledger.
-        writer: Sends weights to them.
+        transport: Sends weights to them.
         named: Whether the servers hold its adapter by its name, beside the model's weights or other adapters.
         teacher: The teacher of distillation, if any.
     """
 
     fleet: ReplicaSet
     client: LedgerClient
-    writer: WeightWriter
+    transport: WeightTransport
     named: bool = False
     teacher: Teacher | None = None
 
@@ -110,7 +111,7 @@ class TrainedPolicy(LoadedPolicy):
         """
         config = loaded[0].config
         named = len(loaded) > 1 or serves_by_name(config)
-        writers = [
+        transports = [
             stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
             for policy in loaded
         ]
@@ -120,11 +121,11 @@ class TrainedPolicy(LoadedPolicy):
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)
         served = []
-        for policy, writer in zip(loaded, writers, strict=True):
+        for policy, transport in zip(loaded, transports, strict=True):
             client = LedgerClient(fleet.client_of(policy.name if named else None), book)
             stack.push_async_callback(client.close)
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
-            served.append(cls(*parts, fleet, client, writer, named))
+            served.append(cls(*parts, fleet, client, transport, named))
         return served
 
     @property
@@ -151,13 +152,13 @@ class TrainedPolicy(LoadedPolicy):
         except InferenceError as error:
             await self.fleet.recover(error)
 
-    async def write_weights(self, version: int) -> None:
+    async def publish_weights(self, version: int) -> None:
         """Send the learner's weights to the servers as a version. Raises InferenceError."""
         adapter = self.learner.adapter
         if self.named and adapter is not None:
             adapter = replace(adapter, name=self.name)
-        tensors = self.learner.export_weights(weight_dtype(self.config))
-        await self.writer.sync(tensors, self.fleet.replicas, version, adapter=adapter)
+        send = partial(send_weights, self.learner, dtype=weight_dtype(self.config))
+        await self.transport.publish(send, self.fleet.replicas, version, adapter=adapter)
 
     def save(self, directory: Path) -> None:
         """Write the state of learner and critic, and the renderer's format, to its folder of a checkpoint."""
@@ -225,7 +226,7 @@ def serving_together(policies: Mapping[str, TrainedPolicy]) -> list[list[Trained
 
 
 async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, pause: bool = False) -> int:
-    """Send the weights of policies of the same servers to them as a version; return the bytes written.
+    """Send the weights of policies of the same servers to them as a version; return the bytes sent.
 
     A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``pause`` makes
     servers abort running requests and pause meanwhile.
@@ -239,13 +240,13 @@ async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, pause
         if pause:
             await fleet.pause()
         for policy in policies:
-            await policy.write_weights(version)
+            await policy.publish_weights(version)
         if pause:
             await fleet.resume()
 
-    bytes_before = sum(policy.writer.written_bytes for policy in policies)
+    sent_before = sum(policy.transport.sent_bytes for policy in policies)
     await fleet.with_recovery(write)
-    return sum(policy.writer.written_bytes for policy in policies) - bytes_before
+    return sum(policy.transport.sent_bytes for policy in policies) - sent_before
 
 
 def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -> None:
