@@ -14,6 +14,13 @@ least-loaded over them.
 The servers share the cores of this machine, so latencies of the run say more about the machine than about the policy.
 ``tail`` and ``tail_least_loaded`` are ratios of 95th percentiles of a simulation of the same sessions, in which each
 server has its own device (``harness/agent_sessions.py``); its ``busy_s`` is to be compared with ``cpu_s``.
+
+``idle`` is a simulation of 64 such servers and 16 workers with a router each, of 16, 64 and 256 episodes at a time, in
+groups of 8; 4,096 episodes (``--quick``: 1,024, and only 16 at a time). Sides: ``one_order``, all workers order equal
+servers alike; ``own_order``, each by its number, as workers do; ``shared``, what ships: and servers report their loads
+each second; ``one_router`` for all. A request takes half a second, or (``slower``) five; caches have the default size.
+``idle_share`` is the share of servers that have nothing to do, over servers and time, at 16 episodes a worker, of what
+ships: the larger one of both paces.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from harness.agent_sessions import COSTS, Session, Simulation, sessions
+from harness.agent_sessions import COSTS, Clients, Session, Simulation, sessions
 from harness.measure import cached, machine, parse, parser, report
 from turnwise.inference.builtin import forked_servers
 from turnwise.inference.client import HTTPClient
@@ -65,6 +72,8 @@ SETTINGS: dict[str, Any] = {
 QUICK = {"groups": 4, "turns": 3, "kv_tokens": 6144}
 SIMULATED = 8
 POLICIES = ("affinity", "least_loaded", "round_robin")
+SERVERS, WORKERS, SLOWER = 64, 16, 10.0
+SIDES = ("one_order", "own_order", "shared", "one_router")
 
 
 def write_model(directory: Path) -> None:
@@ -147,13 +156,36 @@ def main() -> None:
     config = InferenceConfig(device="cpu", **servers)
     with forked_servers([config]):
         samples = asyncio.run(run(config, arguments.repeats, settings))
-    tell(samples, settings)
+    idle = asyncio.run(idle_shares(1024, (16,)) if arguments.quick else idle_shares(4096, (16, 64, 256)))
+    tell(samples, settings, idle)
 
 
 async def simulate(settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Simulate some repeats by each policy."""
     repeats = range(1, 1 + SIMULATED)
     return {policy: [await Simulation(policy, each, settings).run() for each in repeats] for policy in POLICIES}
+
+
+async def idle_shares(episodes: int, at_once: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """Simulate workers with a router each, and one router; return figures by episodes of a worker, pace and side."""
+    fleet = {"replicas": SERVERS, "kv_tokens": RoutingOptions().prefix_tokens}
+    settings = {**SETTINGS, **fleet, "groups": episodes // 8, "group_size": 8}
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    table = Table("episodes", "side", "idle", "reuse", "p50", "p95", "wall_s", "moved", title="workers, simulated")
+    for count in at_once:
+        for slower, pace in ((1.0, ""), (SLOWER, " slower")):
+            sides = figures.setdefault(f"{count}{pace}", {})
+            for side in SIDES:
+                clients = Clients(WORKERS, count, numbered=side in ("own_order", "shared"), reports=side == "shared")
+                if side == "one_router":
+                    clients = Clients(1, WORKERS * count)
+                played = await Simulation("affinity", 1, settings, clients, slower).run()
+                sides[side] = {
+                    name: round(played[name], 4) for name in ("idle", "reuse", "p50", "p95", "wall_s", "moved")
+                }
+                table.add_row(f"{count}{pace}", side, *(f"{figure:.3f}" for figure in sides[side].values()))
+    Console(stderr=True, width=100).print(table)
+    return figures
 
 
 def medians_of(samples: dict[str, list[dict[str, Any]]], title: str) -> dict[str, dict[str, float]]:
@@ -169,7 +201,9 @@ def medians_of(samples: dict[str, list[dict[str, Any]]], title: str) -> dict[str
     return found
 
 
-def tell(samples: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> None:
+def tell(
+    samples: dict[str, list[dict[str, Any]]], settings: dict[str, Any], idle: dict[str, dict[str, dict[str, float]]]
+) -> None:
     """Print the results, as tables and as JSON."""
     medians = medians_of(samples, "measured")
     simulated = medians_of(asyncio.run(simulate(settings)), "simulated, a device each")
@@ -183,6 +217,8 @@ def tell(samples: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
             "ratio_least_loaded": over(medians, "least_loaded", "cpu_s"),
             "tail": over(simulated, "round_robin", "p95"),
             "tail_least_loaded": over(simulated, "least_loaded", "p95"),
+            "idle_share": max(sides["shared"]["idle"] for count, sides in idle.items() if count.split()[0] == "16"),
+            "idle": idle,
             **{f"reuse_{policy}": figures["reuse"] for policy, figures in medians.items()},
             "simulated": simulated,
             "medians": medians,

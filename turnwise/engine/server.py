@@ -1,7 +1,7 @@
 """The built-in inference server: ``python -m turnwise.engine.server``.
 
 Routes (vLLM's, except ``/stats``): ``POST /inference/v1/generate`` (``stream``: server-sent events); ``GET /health``,
-``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``,
+``/load``, ``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``,
 ``/abort_requests``, ``/update_weights``, ``/update_weight_version``, all with ``TURNWISE_CONTROL_KEY``'s key.
 """
 
@@ -80,6 +80,7 @@ class App:
         self._received = 0
         self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
             ("GET", "/health"): self._health,
+            ("GET", wire.LOAD): self._load,
             ("GET", "/v1/models"): self._models,
             ("GET", "/stats"): self._stats,
             ("GET", "/weight_info"): self._weight_info,
@@ -241,6 +242,9 @@ class App:
 
     async def _health(self, _: bytes, __: Scope) -> Any:
         return {"status": "ok"}
+
+    async def _load(self, _: bytes, __: Scope) -> Any:
+        return wire.encode_load(len(self._queues))
 
     async def _models(self, _: bytes, __: Scope) -> Any:
         card = {

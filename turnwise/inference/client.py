@@ -175,6 +175,8 @@ class HTTPClient(LLMClient):
         self._health = HealthChecks(self.router, self._healthy, self._abandon)
         # Whether events of a stream name the versions of their ids; vLLM's last event alone does.
         self._versions_in_events = True
+        # URLs of servers that do not report their load.
+        self._without_load: set[str] = set()
         self._closed = False
 
     @property
@@ -465,7 +467,16 @@ class HTTPClient(LLMClient):
         return "the servers" if request.avoid is None else self._urls[request.avoid]
 
     async def _healthy(self, number: int) -> bool:
-        status, _ = await self._pool().ask("GET", self._urls[number] + "/health")
+        """Return whether a server answers, and note the load that it reports, if it does."""
+        url = self._urls[number]
+        status, _ = await self._pool().ask("GET", url + "/health")
+        if status == 200 and url not in self._without_load:
+            _, raw = await self._pool().ask("GET", url + wire.LOAD)
+            load = wire.decode_load(raw)
+            if load is None:
+                self._without_load.add(url)
+            else:
+                self.router.note_load(number, load)
         return status == 200
 
     def _abandon(self, number: int) -> None:

@@ -17,6 +17,8 @@ BLOCK = 32
 _SESSIONS = 65536
 _WEIGHT_OF_NEWEST = 0.05
 """Of the newest completion in the running mean of lengths."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""However many of its multiples are taken, modulo 1 they lie evenly between 0 and 1."""
 
 
 def prefix_hashes(token_ids: TokenIds) -> list[bytes]:
@@ -126,6 +128,7 @@ class ServerLoad:
         prefixes: Prefixes that its cache may hold.
         tokens: Tokens in flight: prompts, and completions of the mean length.
         requests: Requests in flight.
+        elsewhere: Requests of other clients in flight, when the server last reported its load.
         served: Requests so far.
         failures: Failed connections and health checks in a row.
         ejected: Whether it gets no requests.
@@ -136,6 +139,7 @@ class ServerLoad:
     prefixes: PrefixMemory
     tokens: int = 0
     requests: int = 0
+    elsewhere: int = 0
     served: int = 0
     failures: int = 0
     ejected: bool = False
@@ -163,7 +167,8 @@ class Router:
 
     With ``policy: affinity`` a request goes to the server of its session, else to the one with the longest shared
     prefix, else to the one with the fewest tokens in flight. A server is chosen for its cache only while its tokens in
-    flight exceed the least loaded server's by at most the shared tokens plus ``imbalance`` times the mean.
+    flight exceed the least loaded server's by at most the shared tokens plus ``imbalance`` times the mean. Of equal
+    servers it takes the one with the fewest requests of other clients, then the first of its own order.
     """
 
     def __init__(self, count: int, options: RoutingOptions | None = None, *, sessions: int = _SESSIONS) -> None:
@@ -171,6 +176,7 @@ class Router:
         self.options = options or RoutingOptions()
         self.servers = [ServerLoad(PrefixMemory(self.options.prefix_tokens)) for _ in range(count)]
         self.counts = RoutingCounts()
+        self._order = list(range(count))
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._most_sessions = sessions
         self._mean_completion = 0.0
@@ -239,6 +245,16 @@ class Router:
                 server.prefixes.clear()
             server.version = version
 
+    def rotate_servers(self, client: int) -> None:
+        """Order equal servers for one of several clients, by its number: each begins at another server."""
+        first = int(client * _GOLDEN_RATIO % 1 * len(self.servers))
+        self._order = [*range(first, len(self.servers)), *range(first)]
+
+    def note_load(self, number: int, requests: int) -> None:
+        """Note the requests in flight that a server reports, those of this client included."""
+        server = self.servers[number]
+        server.elsewhere = max(0, requests - server.requests)
+
     def failed(self, number: int) -> bool:
         """Note that a connection or health check failed; return whether the server is ejected."""
         server = self.servers[number]
@@ -292,7 +308,7 @@ class Router:
 
     def _assign(self, request: RoutedRequest) -> Assignment | None:
         """Count a request on the server chosen for it; None if none has room. Raises ConnectionFailed."""
-        healthy = [number for number, server in enumerate(self.servers) if not server.ejected]
+        healthy = [number for number in self._order if not self.servers[number].ejected]
         if not healthy:
             raise ConnectionFailed(f"none of {len(self.servers)} servers is healthy")
         limit = self.options.max_requests
@@ -317,8 +333,9 @@ class Router:
     def _choose(self, request: RoutedRequest, free: Sequence[int]) -> int:
         servers = self.servers
         if self.options.policy == "round_robin":
-            return min(free, key=lambda number: (servers[number].served, number))
-        least_loaded = min(free, key=lambda number: (servers[number].tokens, servers[number].served, number))
+            return min(free, key=lambda number: servers[number].served)
+        loads = {number: (servers[number].tokens, servers[number].elsewhere, servers[number].served) for number in free}
+        least_loaded = min(free, key=loads.__getitem__)
         if len(servers) == 1 or self.options.policy == "least_loaded":
             return least_loaded
         mean = sum(servers[number].tokens for number in free) / len(free)
@@ -329,7 +346,7 @@ class Router:
         if home is not None and home in within:
             number = home
         else:
-            number = min(within, key=lambda number: (-shared[number], servers[number].tokens, servers[number].served))
+            number = min(within, key=lambda number: (-shared[number], loads[number]))
             self.counts.moved += home is not None
         if request.session_id:
             self._sessions[request.session_id] = number
@@ -378,6 +395,9 @@ class HealthChecks:
         while self._router.active:
             await asyncio.sleep(self._router.options.health_interval)
             await asyncio.gather(*(self._check(number) for number in range(len(self._router.servers))))
+        for server in self._router.servers:
+            # Nobody asks any more what is in flight.
+            server.elsewhere = 0
 
     async def _check(self, number: int) -> None:
         router, server = self._router, self._router.servers[number]

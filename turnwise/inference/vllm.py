@@ -118,7 +118,8 @@ def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eage
         "--uvicorn-log-level": config.log_level,
     }
     # /inference/v1/generate is one of the routes that --enable-scale-out opens.
-    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    # Clients of the same servers learn of each other by the load that these report.
+    flags = ["--enable-scale-out", "--enable-server-load-tracking", "--disable-uvicorn-access-log"]
     flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
     if eager and "--enforce-eager" not in config.server.arguments:
         flags.append("--enforce-eager")

@@ -22,6 +22,8 @@ from turnwise.seeding import stable_hash
 from turnwise.types import FinishReason, Guide, Logprobs, SamplingParams, TokenIds, VersionSpan
 
 GENERATE = "/inference/v1/generate"
+LOAD = "/load"
+"""vLLM's route with the requests in flight on a server."""
 SESSION_HEADER = "X-Session-ID"
 KEY_HEADER = "X-Turnwise-Key"
 CONTROL_KEY = "TURNWISE_CONTROL_KEY"
@@ -116,6 +118,19 @@ def _decode_choice(body: Any, url: str) -> Choice:
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
     return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans)
+
+
+def encode_load(requests: int) -> dict[str, int]:
+    """Return the response of :data:`LOAD`."""
+    return {"server_load": requests}
+
+
+def decode_load(raw: bytes) -> int | None:
+    """Return the requests in flight of a response of :data:`LOAD`; None if it names none."""
+    try:
+        return int(orjson.loads(raw)["server_load"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def encode_prompt_logprobs(

@@ -177,6 +177,8 @@ async def test_models_and_weight_info_describe_the_served_model(client, http):
     assert await client.model_info() == ModelInfo("tiny", 500, 0, guides=True)
     async with http.get("/health") as answer:
         assert answer.status == 200
+    async with http.get("/load") as answer:
+        assert await answer.json() == {"server_load": 0}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ class Fake:
         self.connections: set[object] = set()
         self.url = ""
         self.healthy = True
+        self.load = b'{"server_load": 3}'
+        self.loads_asked = 0
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Fake:
@@ -63,6 +65,7 @@ class Fake:
         app.router.add_post(wire.GENERATE, self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/load", self._load)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -81,6 +84,10 @@ class Fake:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return await (reply(b"{}") if self.healthy else hang)(request)
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        self.loads_asked += 1
+        return await reply(self.load)(request)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "max_model_len": 77}]})
@@ -486,6 +493,26 @@ async def test_a_server_that_hangs_loses_its_requests_to_another_and_comes_back(
             while client.router.servers[0].ejected:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.01)
         assert (await client.generate(PROMPT, PARAMS, session_id="")).token_ids.tolist() == [7]
+
+
+async def test_health_checks_note_the_load_that_servers_report(make):
+    checked = asyncio.Event()
+
+    async def answer_when_checked(request: web.Request) -> web.StreamResponse:
+        await checked.wait()
+        return await answer([5])(request)
+
+    async with Fake(answer_when_checked) as one, Fake() as other:
+        client = make(one, other, routing=RoutingOptions(health_interval=0.01))
+        other.load = b"[]"
+        done = asyncio.create_task(client.generate(PROMPT, PARAMS, session_id="s"))
+        async with asyncio.timeout(10):
+            while one.loads_asked < 3:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.01)
+        assert [server.elsewhere for server in client.router.servers] == [2, 0]  # one of the three is its own
+        assert other.loads_asked == 1
+        checked.set()
+        await done
 
 
 async def test_when_no_server_is_healthy_tries_are_bounded_and_the_error_says_so(make):

@@ -374,6 +374,7 @@ async def test_silent_servers_are_ejected_abandoned_and_readmitted():
     checks = HealthChecks(router, lambda number: servers[number](), abandoned.append)
     flying = await take(router)
     checks.start()
+    router.note_load(0, 3)
     servers[1].healthy = False
     for expected in (False, True, True):
         await turn_over()
@@ -402,6 +403,7 @@ async def test_silent_servers_are_ejected_abandoned_and_readmitted():
     await turn_over()
     assert checks._task is not None
     assert checks._task.done()
+    assert router.servers[0].elsewhere == 0
     await checks.stop()
 
 
@@ -421,6 +423,32 @@ async def test_a_server_that_hangs_is_silent():
     assert router.servers[0].ejected
     assert abandoned == [0]
     await checks.stop()
+
+
+async def test_workers_with_a_router_each_use_all_servers():
+    routers = [Router(64) for _ in range(16)]
+    for number, router in enumerate(routers):
+        router.rotate_servers(number)
+    requests = [0] * 64
+    for session in range(16 * 16):
+        requests[(await take(routers[session % 16], f"s{session}", text(session, 1))).server] += 1
+    assert (min(requests), max(requests)) == (3, 5)
+
+
+async def test_equal_servers_yield_to_those_with_fewer_requests_of_other_clients():
+    router = Router(3, RoutingOptions(imbalance=2.0))
+    busy = await take(router)
+    for number, requests in enumerate((1, 2, 0)):
+        router.note_load(number, requests)
+    assert [server.elsewhere for server in router.servers] == [0, 2, 0]
+    assert (await take(router)).server == 2
+    assert (await take(router)).server == 1
+    # The cache of a session is worth more than another client's requests.
+    router.release(busy)
+    prompt = text(0, 4)
+    home = await serve(router, "a", prompt)
+    router.note_load(home, 9)
+    assert await serve(router, "a", prompt) == home
 
 
 # -- configuration

@@ -108,7 +108,7 @@ def test_command_line_has_the_flags_of_training(model: Path, monkeypatch: pytest
     monkeypatch.setenv("VIRTUAL_ENV", "/elsewhere")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     line = command_line(model, "m", ServeConfig(), 0, eager=False)
-    assert "--enable-scale-out" in line
+    assert {"--enable-scale-out", "--enable-server-load-tracking"} <= set(line)
     assert line[line.index("--worker-extension-cls") + 1] == "turnwise_vllm_worker.RolloutWorker"
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "turnwise"}
     assert line[line.index("--generation-config") + 1] == "vllm"

@@ -122,13 +122,14 @@ async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Pat
     }
     fleets["critic"] = fleets["solver"]
     unused: Any = None
-    spec = ClusterWorkers(unused, config, tmp_path, fleets, FrozenPolicies())._spec(config.rollout, "worker-0")
+    spec = ClusterWorkers(unused, config, tmp_path, fleets, FrozenPolicies())._spec(config.rollout, 3)
     served = tuple(f"http://solver:{port}" for port in (8000, 8001, 8002))
     assert [(policy.name, policy.urls, policy.adapter) for policy in spec.policies] == [
         ("solver", served, "solver"), ("critic", served, "critic"), ("judge", ("http://judge:8000",), None),
     ]  # fmt: skip
     assert [policy.model.name for policy in spec.policies] == ["model", "model", "other"]
     assert spec.policies[1].inference.replicas == 3
+    assert (spec.name, spec.number) == ("worker-3", 3)
 
 
 @pytest.mark.parametrize(

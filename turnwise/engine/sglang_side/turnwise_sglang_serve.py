@@ -174,6 +174,7 @@ class Bridge:
             [
                 web.post(_GENERATE, self._generate),
                 web.get("/health", self._health),
+                web.get("/load", self._load),
                 web.get("/v1/models", self._models),
                 web.get("/weight_info", self._weight_info),
                 web.get("/metrics", self._metrics),
@@ -268,6 +269,9 @@ class Bridge:
     async def _health(self, _: web.Request) -> web.Response:
         await self._native.raw("GET", "/health")
         return web.json_response({})
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return web.json_response({"server_load": len(self._flights)})
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": self._name, "object": "model", "owned_by": "sglang", "max_model_len": self._context}

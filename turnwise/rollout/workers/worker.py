@@ -74,6 +74,7 @@ class WorkerSpec:
         config: How episodes are rolled out.
         policies: The trained policies; the first is that of agents which no role maps.
         frozen: Further policies, with the URLs of their servers.
+        number: Of the worker; each prefers other servers among equal ones.
         run: The run directory, which all nodes share.
         name: Name of its log.
         path: Where the run finds modules; a node need not have all of it.
@@ -85,6 +86,7 @@ class WorkerSpec:
     name: str
     path: tuple[str, ...] = ()
     frozen: Mapping[str, FrozenConfig] = field(default_factory=dict)
+    number: int = 0
 
 
 class RolloutWorker:
@@ -129,6 +131,8 @@ class RolloutWorker:
         logs = spec.run / "logs"
         frozen = await open_frozen(spec.frozen, renderers, self._stack, start=first.model, logs=logs, ledger=ledger)
         self._clients += frozen.clients
+        for client in self._clients:
+            client.router.rotate_servers(spec.number)
         main = served[first.name]
         runner = EpisodeRunner(
             spec.config,

@@ -127,14 +127,15 @@ class ClusterWorkers:
             name if shares else None,
         )
 
-    def _spec(self, config: RolloutConfig, name: str) -> WorkerSpec:
+    def _spec(self, config: RolloutConfig, number: int) -> WorkerSpec:
         return WorkerSpec(
             config,
             tuple(self._policy(name) for name in self._config.policies),
             self._directory,
-            name,
+            f"worker-{number}",
             tuple(sys.path),
             self._frozen.served(config.frozen),
+            number,
         )
 
     async def _start(self, config: RolloutConfig) -> RayObject:
@@ -142,12 +143,12 @@ class ClusterWorkers:
         from turnwise.placement.ray_hosts import RayObject
 
         for retries in reversed(range(_LOST_STARTS)):
-            name = f"worker-{next(self._numbers)}"
+            spec = self._spec(config, next(self._numbers))
             slot = self._cluster.claim("worker")
-            actor = self._cluster.actor(RolloutWorker, slot, name, self._spec(config, name))
-            worker = RayObject(self._cluster, slot, actor, name, CLOSE_TIMEOUT_S)
+            actor = self._cluster.actor(RolloutWorker, slot, spec.name, spec)
+            worker = RayObject(self._cluster, slot, actor, spec.name, CLOSE_TIMEOUT_S)
             try:
-                await worker.call("log_to", self._directory / "logs" / f"{name}.log")
+                await worker.call("log_to", self._directory / "logs" / f"{spec.name}.log")
                 await worker.call("prepare")
             except (InferenceError, PlacementError) as error:
                 await worker.close()
