@@ -122,8 +122,9 @@ class Env(SandboxOwner):
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     _maker: Callable[[], Env] | None = None
-    # Set by the functions below: whether an episode runs, and, where forks are replays, what was done in it.
-    _running: bool = False
+    # Set by the functions below: whether an episode runs (None before the first reset), and, where forks are replays,
+    # what was done in it.
+    _running: bool | None = None
     _script: Script | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -293,10 +294,12 @@ async def step_env(env: Env, action: Message, *, executor: Executor | None = Non
     """Pass an assistant message to an environment; the observation of the result is a list of messages.
 
     Raises:
-        EnvError: The method raised, or broke its contract.
+        EnvError: The method raised, or broke its contract; or the episode is over.
         TurnwiseError: The method raised it.
     """
     _use_executor(env, executor)
+    if env._running is False:
+        raise EnvError(f"{type(env).__qualname__}: no episode runs: call reset() first")
     conversation = _conversation(env)
     conversation.append(action)
     result = check_step(await run_method(env, env.step, action), env)

@@ -218,6 +218,15 @@ def check_step(result: Any, env: object) -> StepResult:
     return StepResult(messages, value, bool(terminated), bool(truncated), info)
 
 
+def check_one_agent(info: Mapping[str, Any], env: object, player: str) -> None:
+    """Refuse an episode of several agents to a player who would play, and win, for all of them. Raises EnvError."""
+    if len(info.get("agents") or ()) > 1:
+        raise EnvError(
+            f"{type(env).__qualname__} has the agents {', '.join(info['agents'])}, and {player} is one: configure it "
+            "for one agent (nim: opponent), or play it with the agent 'turns'"
+        )
+
+
 def check_score(result: Any, env: object) -> ScoreParts:
     """Return the result of ``score`` as named parts. Raises EnvError."""
     where = f"{type(env).__qualname__}.score returned"

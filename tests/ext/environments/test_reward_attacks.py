@@ -15,13 +15,17 @@ from support.envs.swe_mutants import appended
 from support.envs.terminal_attacks import TERMINAL_ATTACKS
 from turnwise.envs import make
 from turnwise.envs.core import Env, close_env, reset_env, score_env, step_env
+from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.registration import EnvSpec
+from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
 from turnwise.ext.environments.terminal import TerminalEnv, tasks
 from turnwise.ext.frameworks.export import export_env, load_exported
+from turnwise.ext.frameworks.foreign.inside.openenv import EnvironmentServer
 from turnwise.ext.frameworks.mcp_server import ServedEpisode
 from turnwise.sandboxes import SandboxManager
-from turnwise.types import ToolCall
+from turnwise.tasks import Task
+from turnwise.types import ToolCall, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -182,6 +186,31 @@ async def test_exported_environment_pays_no_second_answer(tmp_path: Path) -> Non
     with pytest.raises(EnvError, match="call reset"):
         env.step(says("ana"))
     env.close()
+
+
+async def test_single_turn_pays_no_second_answer() -> None:
+    env = SingleTurnEnv(lambda final: float(text_of(final) == "7"))
+    await reset_env(env, Task("t", "Which digit?"))
+    assert (await step_env(env, says("3"))).reward == 0.0
+    with pytest.raises(EnvError, match="call reset"):
+        await step_env(env, says("7"))
+    await close_env(env)
+
+
+async def test_player_of_one_seat_cannot_play_for_the_others() -> None:
+    served = ServedEpisode(make("nim"), None, 1)
+    with pytest.raises(EnvError, match="the agents first, second, and an MCP client is one: .*opponent"):
+        await served.begin()
+    await served.close()
+    env = GymnasiumAdapter("nim")
+    with pytest.raises(EnvError, match="the agents first, second, and the player of a Gymnasium environment is one"):
+        env.reset(seed=1)
+    env.close()
+
+
+async def test_giving_up_an_episode_of_openenv_is_a_loss_and_no_failure() -> None:
+    step = await EnvironmentServer("http://127.0.0.1:9", {}, None).episode().step(says("I give up."))
+    assert step == {"messages": [], "reward": 0.0, "terminated": True, "truncated": False}
 
 
 async def test_episode_over_mcp_pays_no_second_answer() -> None:

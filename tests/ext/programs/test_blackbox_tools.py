@@ -20,8 +20,9 @@ from turnwise.agents.limits import EpisodeLimits
 from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import Env, reset_env, schemas
+from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
-from turnwise.ext.programs.tool_server import ToolServer
+from turnwise.ext.programs.tool_server import EpisodeOver, ToolServer
 from turnwise.ext.programs.workdir import Workdir
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -150,6 +151,24 @@ async def test_the_command_of_shells(tmp_path: Path) -> None:
         await tools.shut()
         code, output = await tool("team_of", "person=ana")
         assert (code, "the episode is over" in output) == (1, True)
+
+
+async def test_messages_sent_at_the_same_time_are_scored_once() -> None:
+    judged = asyncio.Event()
+
+    async def scorer() -> float:
+        await judged.wait()
+        return 1.0
+
+    async with offered(SingleTurnEnv(scorer), [say("50")], with_reply=True) as (tools, episode, _):
+        await episode.session.chat(episode.observation, [])
+        first, second = (asyncio.ensure_future(tools.call("reply", {"text": "50"})) for _ in range(2))
+        await asyncio.sleep(0)
+        judged.set()
+        assert (await first).error is None
+        with pytest.raises(EpisodeOver):
+            await second
+        assert [reward.value for reward in episode.rewards] == [1.0]
 
 
 async def test_a_program_speaks_to_an_environment_that_answers() -> None:

@@ -37,6 +37,7 @@ def words():
 NEEDS = {
     "gymnasium": {"env_id": "FrozenLake-v1"},
     "gymnasium_tools": {"env_id": "Blackjack-v1"},
+    "nim": {"opponent": "random"},
     "single_turn": {"scorer": f"{__name__}:word", "tasks": f"{__name__}:words"},
     "task": {"tasks": f"{__name__}:words"},
     "tool": {"scorer": f"{__name__}:word", "tasks": f"{__name__}:words"},

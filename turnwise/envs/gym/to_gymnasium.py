@@ -14,7 +14,7 @@ import orjson
 
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
-from turnwise.envs.results import transcript
+from turnwise.envs.results import check_one_agent, transcript
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
 from turnwise.tasks.core import Task, as_tool_call, message_record
 from turnwise.tasks.reader import load_tasks
@@ -253,13 +253,14 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             The head of the conversation, and the environment's info with ``task_id``.
 
         Raises:
-            EnvError: The environment raised or broke its contract.
+            EnvError: The environment raised, broke its contract or has several agents.
             TaskError: ``options["task"]`` is unknown.
         """
         super().reset(seed=seed)
         random_seed = int(self.np_random.integers(2**31))
         task = self._task((options or {}).get("task"))
         messages, info = self._run(reset_env(self._env, task, seed=random_seed if seed is None else seed))
+        check_one_agent(info, self._env, "the player of a Gymnasium environment")
         self.action_space.tools = tuple(schemas(self._env))
         self.conversation = list(messages)
         return self._observed(messages), {**_comparable(info), "task_id": None if task is None else task.id}

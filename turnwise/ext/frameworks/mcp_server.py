@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from turnwise.append_file import AppendFile
 from turnwise.envs.core import Env, close_env, reset_env, score_env, step_env
-from turnwise.envs.results import ScoreParts, StepResult, as_messages
+from turnwise.envs.results import ScoreParts, StepResult, as_messages, check_one_agent
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
@@ -77,8 +77,9 @@ class ServedEpisode:
         return "finish" if self._ends else "reply"
 
     async def begin(self) -> None:
-        """Reset the environment."""
-        self.messages, _ = await reset_env(self._env, self._task, seed=self._seed)
+        """Reset the environment. Raises EnvError where it has several agents."""
+        self.messages, info = await reset_env(self._env, self._task, seed=self._seed)
+        check_one_agent(info, self._env, "an MCP client")
         reserved = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
         if reserved:
             raise ConfigError(

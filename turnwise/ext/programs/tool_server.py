@@ -69,6 +69,7 @@ class ToolServer:
         self._with_reply = with_reply
         self._answered: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
+        self._replying = asyncio.Lock()
         self._server = web.Server(self._answer, access_log=None)
         self._listening: asyncio.Server | None = None
 
@@ -118,7 +119,9 @@ class ToolServer:
                 # If another process records the episode, the turn of this call is known only then.
                 await self._endpoint.wait_settled()
             if self._with_reply and name == REPLY:
-                return await self._say(arguments)
+                async with self._replying:
+                    # One after the other: a message sent twice at the same time would be scored twice.
+                    return await self._say(arguments)
             return await self._episode.call(self._tool_call(name, arguments, call_id))
         except BudgetExceeded:
             self.ended.set()
@@ -144,6 +147,8 @@ class ToolServer:
         return "the episode is over: no more calls are answered; finish"
 
     async def _say(self, arguments: Any) -> ToolResponse:
+        if self.ended.is_set():
+            raise EpisodeOver(self._end_message())
         if not (isinstance(arguments, dict) and set(arguments) == {"text"} and isinstance(arguments["text"], str)):
             return ToolResponse.failure("invalid_arguments", f"{REPLY} takes one string: {{'text': ...}}")
         message: Message = {"role": "assistant", "content": arguments["text"]}

@@ -15,8 +15,7 @@ from typing import Any, Final
 from turnwise.envs.catalogue import describe, first_observation
 from turnwise.envs.core import Env
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
-from turnwise.envs.multi_agent import MultiAgentEnv
-from turnwise.envs.registration import EnvSpec, default_task_source, env_class
+from turnwise.envs.registration import EnvSpec, default_task_source
 from turnwise.errors import ConfigError, TaskError, shown
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks, load_tasks
@@ -132,8 +131,6 @@ async def export_env(
         raise ConfigError(f"environment {spec.id!r}: loaded tools and wrappers are not exported: list them in a class")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: name another one (-o DIR), or remove it first")
-    if issubclass(env_class(spec.id), MultiAgentEnv):
-        raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
     observation = await first_observation(spec, tasks)
     if observation.agents > 1:
         raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")

@@ -137,8 +137,8 @@ class Session:
             return self._answer([*refusals(message), observed], self._reward(result), result.done)
         calls = message.get("tool_calls") or ()
         if not calls:
-            # Who has tools and calls none is done; nothing is left to take as an action.
-            return self._answer([], 0.0, True)
+            # Who has tools and calls none is done; nothing is left to take as an action, and nothing was earned.
+            return {"messages": [], "reward": 0.0, "terminated": True, "truncated": False}
         answers, reward, done = [], 0.0, False
         for call in calls:
             text = "the episode is over: this action was not taken"
