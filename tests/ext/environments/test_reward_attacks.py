@@ -199,7 +199,7 @@ async def test_single_turn_pays_no_second_answer() -> None:
 
 async def test_player_of_one_seat_cannot_play_for_the_others() -> None:
     served = ServedEpisode(make("nim"), None, 1)
-    with pytest.raises(EnvError, match="the agents first, second, and an MCP client is one: .*opponent"):
+    with pytest.raises(EnvError, match=r"the agents first, second, and an MCP client is one: .*opponent"):
         await served.begin()
     await served.close()
     env = GymnasiumAdapter("nim")
