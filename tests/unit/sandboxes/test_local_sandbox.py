@@ -351,6 +351,13 @@ async def test_slow_start_does_not_count_as_missing_isolation(monkeypatch: pytes
                 await local.probe()
 
 
+async def test_landlock_alone_has_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    async with backend(isolation="auto") as local:
+        with pytest.raises(SandboxUnavailable, match=r"no program bwrap on PATH.*sandbox\.config\.isolation: landlock"):
+            await local.probe()
+
+
 async def test_bubblewrap_works_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin/bwrap"
     program.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Sandboxes on this machine: bubblewrap, else Landlock, else (opt-in) no isolation."""
+"""Sandboxes on this machine: bubblewrap, or where it is named Landlock alone or no isolation."""
 
 from turnwise.sandboxes.local.backend import LocalBackend
 from turnwise.sandboxes.local.host_python import host_python

@@ -38,7 +38,7 @@ class LocalBackend(SandboxBackend):
     """The local backend.
 
     Args:
-        isolation: ``auto`` takes ``bubblewrap``, else ``landlock``, else fails; ``plain`` must be named.
+        isolation: ``auto`` takes ``bubblewrap``, or fails; ``landlock`` and ``plain``, which isolate less, must be named.
         unsafe: Whether ``plain``, which isolates nothing, is allowed.
         directory: Parent of state folders, reachable by ``uid``. None: the first suitable of ``/var/tmp``, ``/dev/shm``
             and ``/run``.

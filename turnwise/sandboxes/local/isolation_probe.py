@@ -1,4 +1,4 @@
-"""Selection of the strongest isolation that works, by starting a sandbox with each."""
+"""Selection of the isolation: the strongest variant of it that works, by starting a sandbox with each."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 _REMEDY: Final = (
     "Install bubblewrap (apt-get install bubblewrap) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-    "--cap-add SYS_ADMIN), or run on a kernel with Landlock (5.13 or newer), or choose the docker backend "
-    "(sandbox.name: docker)"
+    "--cap-add SYS_ADMIN), or choose the docker backend (sandbox.name: docker), or accept less isolation by "
+    "sandbox.config.isolation: landlock (Linux 5.13 or newer), which leaves open the modes of this user's files outside, "
+    "unix sockets and the list of processes"
 )
 
 
 async def select_isolation(
     backend: SandboxHost, isolation: str, uid: int | None, without: frozenset[str]
 ) -> tuple[IsolationLevel, Capabilities]:
-    """Return the strongest working isolation level (weaker ones only if named).
+    """Return the strongest working isolation level; one weaker than bubblewrap only if it is named.
 
     Raises:
         SandboxUnavailable: None works.
@@ -95,7 +96,7 @@ def _candidates(
             yield replace(base, stage="user", overlay=True, uid=None)
             if uid is None:
                 yield base
-    if isolation in ("auto", "landlock"):
+    if isolation == "landlock":
         if landlock.version():
             base = IsolationLevel("landlock", uid, groups=groups, without=without)
             if uid is not None:
