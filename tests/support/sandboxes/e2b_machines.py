@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from turnwise.sandboxes.local.boot.file_copy import remove_tree
+
 _FIRST_UID = 10**6
 _KEPT_UID = 1000
 """Who owns the user's files in a snapshot."""
@@ -107,7 +109,7 @@ class Box:
                 os.kill(self.pid, signal.SIGKILL)
             await self._init.wait()
             self._init = None
-        shutil.rmtree(self.root, ignore_errors=True)
+        remove_tree(str(self.root))
 
     def entering(self) -> list[str]:
         """The words before a command that runs it inside, as root."""
@@ -138,17 +140,13 @@ class Box:
         self._copy(self.root, where, {self._uid: _KEPT_UID})
 
     def _copy(self, source: Path, target: Path, owners: dict[int, int]) -> None:
+        target.mkdir(exist_ok=True)
         for name in ("work", "tmp", "home", "root", "var", "srv", "mnt"):
             if (source / name).is_dir():
-                shutil.copytree(source / name, target / name, symlinks=True, dirs_exist_ok=True)
-                # copytree keeps modes, not owners.
-                for root, folders, files in os.walk(source / name):
-                    for entry in (".", *folders, *files):
-                        path = Path(root) / entry
-                        with contextlib.suppress(OSError):
-                            status = path.lstat()
-                            uid, gid = (owners.get(owner, owner) for owner in (status.st_uid, status.st_gid))
-                            os.chown(target / path.relative_to(source), uid, gid, follow_symlinks=False)
+                subprocess.run(["cp", "-a", source / name, target], check=True)
+                for owner, uid in owners.items():
+                    chown = ["chown", "-R", "-h", f"--from={owner}:{owner}", f"{uid}:{uid}", target / name]
+                    subprocess.run(chown, check=False)
 
     def _furnish(self) -> None:
         for name in ("proc", "dev", "etc", "opt/bin", "root", "home/user", "tmp", "var/tmp", "run", "mnt"):

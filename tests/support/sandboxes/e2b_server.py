@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -31,6 +30,7 @@ from starlette.routing import Mount, Route
 
 from support.sandboxes.e2b_machines import Box
 from turnwise.inference.process import bind
+from turnwise.sandboxes.local.boot.file_copy import remove_tree
 
 KEY = "e2b_" + "0" * 40
 _PIECE = 2**16
@@ -114,7 +114,9 @@ class Cloud:
         body = await request.json()
         self.forked.append(body)
         forks: list[dict[str, Any]] = []
-        with tempfile.TemporaryDirectory(dir=self.folder) as files:
+        with contextlib.ExitStack() as stack:
+            files = tempfile.mkdtemp(dir=self.folder)
+            stack.callback(remove_tree, files)
             await asyncio.to_thread(box.keep, Path(files))
             for _ in range(body.get("count", 1)):
                 if self.fail_forks:
@@ -134,7 +136,7 @@ class Cloud:
         snapshot = self.snapshots.pop(request.path_params["name"], None)
         if snapshot is None:
             return JSONResponse({"code": 404, "message": "no such template"}, 404)
-        shutil.rmtree(snapshot, ignore_errors=True)
+        remove_tree(str(snapshot))
         return Response(status_code=204)
 
     async def list(self, request: Request) -> Response:
@@ -175,7 +177,7 @@ class Cloud:
     async def close(self) -> None:
         for box in list(self.boxes.values()):
             await self.remove(box)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(str(self.folder))
 
     def _refusal(self, request: Request) -> Response | None:
         if request.headers.get("x-api-key") != KEY:

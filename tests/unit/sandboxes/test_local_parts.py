@@ -325,6 +325,19 @@ def test_copy_preserves_holes_and_follows_no_swapped_entry(tmp_path: Path, monke
     assert sorted(path.name for path in (tmp_path / "swapped").iterdir()) == ["again", "link", "sparse", "twice"]
 
 
+def test_tree_deeper_than_calls_is_copied(tmp_path: Path) -> None:
+    leaf = tmp_path / "tree" / ("d/" * 300) / "leaf"
+    leaf.parent.mkdir(parents=True)
+    leaf.write_text("deep")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(400)
+    try:
+        FolderCopy(None).copy_folder(str(tmp_path / "tree"), str(tmp_path / "copy"))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert Path(str(leaf).replace("/tree/", "/copy/")).read_text() == "deep"
+
+
 def test_tree_too_deep_for_python_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_deep(*_: object, **__: object) -> None:
         raise RecursionError

@@ -88,6 +88,8 @@ def pack(path: str, max_bytes: str) -> None:
 
 def main() -> None:
     """Execute the operation of the command line."""
+    # A path of 4,096 bytes, the longest, names 2,048 folders, and os.makedirs calls itself for each of them.
+    sys.setrecursionlimit(5_000)
     try:
         operations: dict[str, Callable[..., None]] = {"read": read, "write": write, "unpack": unpack, "pack": pack}
         operations[sys.argv[1]](*sys.argv[2:])

@@ -38,7 +38,7 @@ class LocalBackend(SandboxBackend):
     """The local backend.
 
     Args:
-        isolation: ``auto`` takes ``bubblewrap``, or fails; ``landlock`` and ``plain``, which isolate less, must be named.
+        isolation: ``auto`` is ``bubblewrap``; ``landlock`` and ``plain``, which isolate less, must be named.
         unsafe: Whether ``plain``, which isolates nothing, is allowed.
         directory: Parent of state folders, reachable by ``uid``. None: the first suitable of ``/var/tmp``, ``/dev/shm``
             and ``/run``.

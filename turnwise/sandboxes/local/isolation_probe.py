@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 _REMEDY: Final = (
     "Install bubblewrap (apt-get install bubblewrap) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-    "--cap-add SYS_ADMIN), or choose the docker backend (sandbox.name: docker), or accept less isolation by "
-    "sandbox.config.isolation: landlock (Linux 5.13 or newer), which leaves open the modes of this user's files outside, "
-    "unix sockets and the list of processes"
+    "--cap-add SYS_ADMIN), or choose the docker backend (sandbox.name: docker), or accept less isolation with "
+    "sandbox.config.isolation: landlock (Linux 5.13 or newer), which leaves modes of this user's files outside, unix "
+    "sockets and the list of processes open"
 )
 
 

@@ -182,6 +182,15 @@ async def fork_processes(context: CheckContext) -> None:
                 need(await lines_written(later, "beats") > 0, "a fork lacks what a process of its origin wrote")
 
 
+async def fork_deep_tree(context: CheckContext) -> None:
+    """A tree that is nested deeper than calls of Python is written and forked."""
+    path = "d/" * 1100 + "leaf"
+    async with context.fresh() as sandbox:
+        await sandbox.write_file(path, b"deep")
+        async with forks_of(sandbox) as [forked]:
+            same(await forked.read_file(path), b"deep", "file of a deep tree")
+
+
 async def fork_limits(context: CheckContext) -> None:
     """A fork has the limits and the environment of its origin."""
     limits = replace(context.spec.limits, file_size=2**20)

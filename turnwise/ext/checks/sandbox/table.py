@@ -98,6 +98,7 @@ _ROWS: Final = (
     Check("life: snapshot", lifecycle.snapshot, needs="snapshots", refused=lambda sandbox: sandbox.snapshot()),
     Check("life: fork", lifecycle.fork, needs="snapshots", refused=lambda sandbox: sandbox.fork()),
     Check("life: fork processes", lifecycle.fork_processes, needs="snapshots"),
+    Check("life: fork a deep tree", lifecycle.fork_deep_tree, needs="snapshots"),
     Check("life: fork limits", lifecycle.fork_limits, needs="snapshots"),
     Check("life: expose", lifecycle.expose, needs="expose", refused=lambda sandbox: sandbox.expose("127.0.0.1", 9)),
     Check("life: reap", lifecycle.reap_spares_live),

@@ -14,7 +14,7 @@ import resource
 import shutil
 import stat
 import subprocess
-import sys
+from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHUNK = 2**23
-_MAX_FRAMES = 10_000
-"""Depth of calls; two of them copy one level of folders."""
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _VANISHED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 """The errors of a name that was removed, or became something else, since it was listed."""
 
@@ -36,16 +36,12 @@ def copy_files(request: dict[str, Any], pid: int) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a folder stays open while its subfolders are copied
-    sys.setrecursionlimit(_MAX_FRAMES)
     root = f"/proc/{pid}/root" if request["private"] else ""
     os.makedirs(request["target"])
     os.chmod(request["target"], 0o711)
     copy = FolderCopy(request["max_bytes"])
     for source, name in request["names"]:
-        try:
-            copy.copy_folder(f"{root}{request['files']}/{source}", os.path.join(request["target"], name))
-        except RecursionError as error:
-            raise OSError(errno.ENAMETOOLONG, f"folders are nested {_MAX_FRAMES // 2} deep") from error
+        copy.copy_folder(f"{root}{request['files']}/{source}", os.path.join(request["target"], name))
 
 
 def is_idle(pid: int, nested: bool) -> bool:
@@ -81,60 +77,62 @@ class FolderCopy:
 
     def copy_folder(self, source: str, target: str) -> None:
         """Copy a folder with its content to a path that does not exist yet."""
-        source_fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A stack of folders that are not complete: code inside may nest them deeper than calls can be nested.
+        folders = [_open_copy(os.open(source, _FOLDER), target)]
         try:
-            self._copy_folder(source_fd, target, None, target)
+            while folders:
+                folder = folders[-1]
+                if folder.entries:
+                    with contextlib.suppress(_EntryVanished):
+                        self._copy_entry(folder.entries.pop(), folders)
+                else:
+                    _copy_attributes(folder.source_fd, folder.target_fd)
+                    folders.pop().close()
         finally:
-            os.close(source_fd)
+            for folder in folders:
+                folder.close()
 
-    def _copy_folder(self, source_fd: int, name: str, parent_fd: int | None, path: str) -> None:
-        os.mkdir(name, 0o700, dir_fd=parent_fd)
-        target_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
-        try:
-            for entry in os.listdir(source_fd):
-                try:
-                    self._copy_entry(source_fd, entry, target_fd, f"{path}/{entry}")
-                except _EntryVanished:
-                    continue
-            _copy_attributes(source_fd, target_fd)
-        finally:
-            os.close(target_fd)
-
-    def _copy_entry(self, source_fd: int, name: str, target_fd: int, path: str) -> None:
+    def _copy_entry(self, name: str, folders: list[_FolderPair]) -> None:
+        """Copy an entry of the last folder; a folder becomes the last one."""
+        source_fd, target_fd = folders[-1].source_fd, folders[-1].target_fd
         with _vanishing():
             status = os.stat(name, dir_fd=source_fd, follow_symlinks=False)
         kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFDIR:
+            with _vanishing():
+                fd = os.open(name, _FOLDER, dir_fd=source_fd)
+            folders.append(_open_copy(fd, name, target_fd))
+            return
+        if kind == stat.S_IFREG:
+            with _vanishing():
+                fd = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=source_fd
+                )
+            try:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    self._copy_file(fd, name, folders)
+            finally:
+                os.close(fd)
+            return
         if kind == stat.S_IFLNK:
             with _vanishing():
                 goal = os.readlink(name, dir_fd=source_fd)
             os.symlink(goal, name, dir_fd=target_fd)
         elif kind == stat.S_IFCHR and not status.st_rdev:
             os.mknod(name, stat.S_IFCHR, 0, dir_fd=target_fd)  # an overlay's mark of a removed file
-        elif kind in (stat.S_IFDIR, stat.S_IFREG):
-            with _vanishing():
-                flags = os.O_DIRECTORY if kind == stat.S_IFDIR else os.O_NONBLOCK | os.O_NOCTTY
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=source_fd)
-            try:
-                if kind == stat.S_IFDIR:
-                    self._copy_folder(fd, name, target_fd, path)
-                elif stat.S_ISREG(os.fstat(fd).st_mode):
-                    self._copy_file(fd, name, target_fd, path)
-            finally:
-                os.close(fd)
-            return
         else:
             return
         if os.geteuid() == 0:
             os.chown(name, status.st_uid, status.st_gid, dir_fd=target_fd, follow_symlinks=False)
 
-    def _copy_file(self, source_fd: int, name: str, target_fd: int, path: str) -> None:
-        status = os.fstat(source_fd)
+    def _copy_file(self, source_fd: int, name: str, folders: list[_FolderPair]) -> None:
+        status, target_fd = os.fstat(source_fd), folders[-1].target_fd
         first_path = self._names.get((status.st_dev, status.st_ino)) if status.st_nlink > 1 else None
         if first_path is not None:
             try:
                 os.link(first_path, name, dst_dir_fd=target_fd, follow_symlinks=False)
             except OSError as error:
-                if error.errno != errno.EMLINK:
+                if error.errno not in (errno.EMLINK, errno.ENAMETOOLONG):
                     raise
             else:
                 return
@@ -145,7 +143,7 @@ class FolderCopy:
         finally:
             os.close(fd)
         if status.st_nlink > 1:
-            self._names[status.st_dev, status.st_ino] = path
+            self._names[status.st_dev, status.st_ino] = "/".join([*(folder.name for folder in folders), name])
 
     def _copy_content(self, source: int, target: int, size: int) -> None:
         """Copy a file's data between its holes."""
@@ -169,6 +167,31 @@ class FolderCopy:
                     self._remaining -= bytes_sent
                     if self._remaining < 0:
                         raise OSError(errno.ENOSPC, "the files hold more than the limit of disk")
+
+
+class _FolderPair(NamedTuple):
+    """A folder that is being copied, its copy by the name that it got, and the entries that are to be copied."""
+
+    source_fd: int
+    target_fd: int
+    name: str
+    entries: list[str]
+
+    def close(self) -> None:
+        """Close both folders."""
+        os.close(self.source_fd)
+        os.close(self.target_fd)
+
+
+def _open_copy(source_fd: int, name: str, parent_fd: int | None = None) -> _FolderPair:
+    """Begin the copy of an open folder by this name, in a folder or as a path; without it close the folder."""
+    try:
+        entries = os.listdir(source_fd)
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+        return _FolderPair(source_fd, os.open(name, _FOLDER, dir_fd=parent_fd), name, entries)
+    except OSError:
+        os.close(source_fd)
+        raise
 
 
 class _EntryVanished(Exception):

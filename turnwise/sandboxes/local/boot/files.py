@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 _CHUNK = 1 << 20
+_MAX_FRAMES = 5_000
+"""A path of 4,096 bytes, the longest, names 2,048 folders, and ``os.makedirs`` calls itself for each of them."""
 
 
 def serve(request: dict[str, Any], fds: list[int]) -> None:
@@ -19,6 +22,7 @@ def serve(request: dict[str, Any], fds: list[int]) -> None:
     Raises:
         OSError: It fails.
     """
+    sys.setrecursionlimit(_MAX_FRAMES)
     path = request["path"]
     operation = request["op"]
     if operation == "read":
