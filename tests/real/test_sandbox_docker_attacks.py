@@ -103,8 +103,8 @@ OPENINGS_BY_ATTACK: list[tuple[set[str], dict[str, Any], set[str]]] = [
     ),
     # A user other than root cannot read private files even then.
     ({"host files"}, {"user": "0:0"}, {"read a host file (0600)"}),
-    # The engine's filter of system calls.
-    ({"system calls"}, {}, {"keyrings"}),
+    # The filter of system calls.
+    ({"system calls"}, {}, {"keyrings", "sockets of the machine"}),
     # The filter and missing capabilities: either alone is not enough.
     ({"system calls"}, {"user": "0:0", "cap_add": ("SYS_ADMIN",)}, {"nested namespaces", "mounts"}),
     # A user other than root cannot write settings in any case.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 from pathlib import Path
@@ -71,6 +73,22 @@ def test_runtime_network_and_capabilities_are_passed_on() -> None:
     options = {"runtime": "runsc", "network": "lab", "cap_add": ["SYS_PTRACE"]}
     host = settings_of(SandboxSpec(limits=SandboxLimits(network=True)), options=options)["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["CapAdd"]) == ("runsc", "lab", ["SYS_PTRACE"])
+
+
+def test_filter_of_local_sandboxes_replaces_the_engines() -> None:
+    first, text = settings_of(SandboxSpec(), filtered=True)["HostConfig"]["SecurityOpt"]
+    assert first == "no-new-privileges"
+    profile = json.loads(text.removeprefix("seccomp="))
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    assert "architectures" not in profile  # so that programs of others, as 32-bit ones, are ended
+    errors = {
+        (name, rule["args"][0]["value"] if rule["args"] else None): rule["errnoRet"]
+        for rule in profile["syscalls"]
+        for name in rule["names"]
+    }
+    assert (errors["keyctl", None], errors["clone3", None]) == (errno.EPERM, errno.ENOSYS)
+    assert {value for name, value in errors if name == "clone"} == {2**bit for bit in (7, 17, 25, 26, 27, 28, 29, 30)}
+    assert {value for name, value in errors if name == "socket"} == {38, 40}  # AF_ALG, AF_VSOCK
 
 
 def test_mounts_are_read_only_and_not_recursive(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -62,6 +63,7 @@ class DockerBackend(SandboxBackend):
                 f"sandbox.config.runtime is {options.runtime!r}, which the engine does not know (it knows "
                 f"{', '.join(sorted(runtimes))}): add it to its daemon.json, or remove it"
             )
+        pool.filtered = options.runtime is None and not options.cap_add and _takes_filter(info)
         await self._choose_files(await pool.images.resolve(options.image))
         disk = pool.in_memory or pool.bounded_layer
         enforced = {"memory": bool(info.get("MemoryLimit")), "pids": bool(info.get("PidsLimit")), "disk": disk}
@@ -165,6 +167,9 @@ class DockerBackend(SandboxBackend):
         kernel = pool.options.runtime is not None or values.get("Seccomp") == _FILTERING
         if not kernel:
             notes.append("this engine filters no system calls (seccomp)")
+        elif not pool.filtered and pool.options.runtime is None:
+            kernel = False
+            notes.append("the engine's own filter of system calls applies, which may leave AF_VSOCK and AF_ALG open")
         if pool.options.cap_add:
             kernel = False
             notes.append(f"it has capabilities: {', '.join(pool.options.cap_add)} (cap_add)")
@@ -177,3 +182,14 @@ class DockerBackend(SandboxBackend):
             notes.append(f"nothing can be exposed to it: {error}")
             return False
         return True
+
+
+def _takes_filter(info: Mapping[str, Any]) -> bool:
+    """Whether an engine has its built-in system call filter, and not an administrator's, and takes another as text.
+
+    In many versions the built-in one leaves sockets of the machine open, in others those that 32-bit calls make.
+    """
+    builtin = {"name=seccomp,profile=builtin", "name=seccomp,profile=default"}
+    version = str(info.get("ServerVersion")).partition(".")[0]
+    # Podman, of a lower version, takes a path only.
+    return not builtin.isdisjoint(info.get("SecurityOptions") or ()) and version.isdigit() and int(version) > 16

@@ -34,6 +34,7 @@ class ContainerPool:
         in_memory: Whether workdir, /tmp and home are tmpfs.
         bounded_layer: Whether the engine bounds a container's layer.
         local: Whether the engine sees this machine's files.
+        filtered: Whether containers get the system call filter of local sandboxes.
         capabilities: Probed capabilities, or None.
     """
 
@@ -45,6 +46,7 @@ class ContainerPool:
         self.in_memory = options.files == "tmpfs"
         self.bounded_layer = False
         self.local = self.engine.url.startswith(("unix://", "http+unix://"))
+        self.filtered = False
         self.capabilities: Capabilities | None = None
         self._folder: Path | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -80,6 +82,7 @@ class ContainerPool:
             in_memory=self.in_memory,
             bounded_layer=self.bounded_layer,
             local=self.local,
+            filtered=self.filtered,
         )
 
     async def save_snapshot(self, sandbox: str, image: str, packed: IO[bytes] | None) -> str:

@@ -12,6 +12,7 @@ from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.core import SandboxSpec
 from turnwise.sandboxes.docker.ownership import RESERVED
 from turnwise.sandboxes.docker.scripts import PID_1
+from turnwise.sandboxes.local.boot import seccomp
 
 _USER: Final = "sandbox"
 TMP: Final = "/tmp"
@@ -89,11 +90,12 @@ def container_settings(
     in_memory: bool,
     bounded_layer: bool,
     local: bool = True,
+    filtered: bool = False,
 ) -> dict[str, Any]:
     """Return the engine's settings for one container. Raises SandboxUnavailable.
 
     ``in_memory``: workdir and /tmp are tmpfs; ``bounded_layer``: the engine bounds a container's layer; ``local``: the
-    engine sees this machine's files.
+    engine sees this machine's files; ``filtered``: the system call filter replaces the engine's.
     """
     limits = spec.limits
     if limits.memory < _MIN_MEMORY:
@@ -107,6 +109,8 @@ def container_settings(
     if reserved:
         raise SandboxUnavailable(f"labels {', '.join(reserved)} of the sandbox begin with the reserved {RESERVED!r}")
     host = _host_config(spec, options)
+    if filtered:
+        host["SecurityOpt"].append(f"seccomp={seccomp.profile()}")
     if in_memory:
         _add_tmpfs(host, spec, user_of(spec, options))
     elif bounded_layer:

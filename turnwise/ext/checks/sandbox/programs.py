@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import glob
 import json
+import mmap
 import os
 import platform
 import signal
@@ -406,6 +407,31 @@ def mounts(options: dict[str, Any]) -> list[str]:
     if _in_child(in_namespace):
         findings.append("mount of a tmpfs in a user namespace")
     return findings
+
+
+def machine_sockets(options: dict[str, Any]) -> list[str]:
+    """Make sockets of families that no namespace divides: the hypervisor's, and those of the kernel's ciphers."""
+    del options
+    findings = []
+    for name, family, kind in (("AF_VSOCK", 40, socket.SOCK_STREAM), ("AF_ALG", 38, socket.SOCK_SEQPACKET)):
+        with contextlib.suppress(OSError):
+            socket.socket(family, kind).close()
+            findings.append(name)
+        if platform.machine() == "x86_64" and _in_child(
+            lambda family=family, kind=kind: _has_32bit_socket(family, kind)
+        ):
+            findings.append(f"{name} by a 32-bit call")
+    return findings
+
+
+def _has_32bit_socket(family: int, kind: int) -> bool:
+    """Make a socket by the kernel's interface for 32-bit programs, whose numbers a filter may not know."""
+    memory = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, 7)  # MAP_32BIT; may be executed
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # push rbx; eax = 102 (socketcall); ebx = 1 (socket); ecx = its arguments; int 0x80; pop rbx; ret
+    code = struct.pack("<2sIsIsI4s", b"\x53\xb8", 102, b"\xbb", 1, b"\xb9", address + 64, b"\xcd\x80\x5b\xc3")
+    memory[:128] = code.ljust(64, b"\0") + struct.pack("<3I", family, kind, 0).ljust(64, b"\0")
+    return bool(ctypes.CFUNCTYPE(ctypes.c_int)(address)() >= 0)
 
 
 def devices(options: dict[str, Any]) -> list[str]:

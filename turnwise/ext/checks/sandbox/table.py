@@ -130,6 +130,7 @@ _ROWS: Final = (
     Check("attack: keyrings", program("keyrings"), "kernel"),
     Check("attack: nested namespaces", program("namespaces"), "kernel"),
     Check("attack: mounts", program("mounts"), "kernel"),
+    Check("attack: sockets of the machine", program("machine_sockets"), "kernel"),
     Check("attack: devices", program("devices"), "kernel"),
     Check("attack: outlive the time-out", attacks.outlive_timeout, "always"),
     Check("attack: thread that outlives the time-out", attacks.outlive_by_thread, "always"),

@@ -1,12 +1,17 @@
-"""The system call filter of everything inside a sandbox, as a BPF program."""
+"""The system call filter of everything inside a sandbox, as a BPF program and as a profile of a docker engine."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import struct
 
 from .syscalls import libc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE_NEW = 0x7E020080
@@ -24,7 +29,7 @@ _REFUSED: dict[str, tuple[int, int]] = {  # numbers on x86_64 and aarch64
     "clock_settime": (227, 112), "clock_adjtime": (305, 266), "settimeofday": (164, 170), "adjtimex": (159, 171),
     "vhangup": (153, 58), "move_pages": (279, 239), "migrate_pages": (256, 238), "fanotify_init": (300, 262),
 }  # fmt: skip
-_ONLY_X86 = (134, 139, 156, 172, 173)  # uselib, sysfs, _sysctl, iopl, ioperm
+_ONLY_X86 = {"uselib": 134, "sysfs": 139, "_sysctl": 156, "iopl": 172, "ioperm": 173}
 _CLONE, _CLONE3, _SOCKET, _KILL_CALL = (56, 220), 435, (41, 198), (62, 129)
 _AF_UNIX, _FAMILIES = 1, (38, 40)
 """AF_ALG (the kernel's ciphers) and AF_VSOCK (the machine's hypervisor), which a network namespace does not divide."""
@@ -54,7 +59,7 @@ def program(machine: str, shared: bool = False, unix_only: bool = False) -> byte
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     if at == 0:
         lines += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers of the same calls
-    for number in (*(numbers[at] for numbers in _REFUSED.values()), *(_ONLY_X86 if at == 0 else ())):
+    for number in (*(numbers[at] for numbers in _REFUSED.values()), *(_ONLY_X86.values() if at == 0 else ())):
         lines += [(_EQUAL, 0, 1, number), refuse]
     # clone3's flags lie in memory, which a filter cannot read: without clone3, libraries use clone.
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
@@ -68,6 +73,20 @@ def program(machine: str, shared: bool = False, unix_only: bool = False) -> byte
         lines += [comparison, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)]
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def profile() -> str:
+    """Return the filter as a profile of a docker engine; it, too, ends a 32-bit program."""
+
+    def rule(names: list[str], error: int, **argument: Any) -> dict[str, Any]:
+        arguments = [{"index": 0, **argument}] if argument else []
+        return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": arguments}
+
+    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
+    rules = [rule([*_REFUSED, *_ONLY_X86], errno.EPERM), rule(["clone3"], errno.ENOSYS)]
+    rules += [rule(["clone"], errno.EPERM, op="SCMP_CMP_MASKED_EQ", value=flag, valueTwo=flag) for flag in flags]
+    rules += [rule(["socket"], errno.EAFNOSUPPORT, op="SCMP_CMP_EQ", value=family) for family in _FAMILIES]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules})
 
 
 def install(filters: bytes | None) -> None:
