@@ -131,6 +131,8 @@ class Capabilities:
         disk: Whether ``limits.disk`` holds.
         kernel: Whether settings under ``/proc/sys``, keyrings, mounts, device nodes and new namespaces are
             inaccessible.
+        siblings: Whether one sandbox cannot use up for others what the kernel counts by user: pipes, inotify instances,
+            descriptors in flight.
         survives_host: Whether it outlives a killed host process, until it is reaped.
         snapshots: Whether :meth:`Sandbox.snapshot` and :meth:`Sandbox.fork` work.
         fork_processes: Whether the processes of a sandbox continue in its forks; else forks start without any.
@@ -147,6 +149,7 @@ class Capabilities:
     pids: bool = True
     disk: bool = True
     kernel: bool = True
+    siblings: bool = True
     survives_host: bool = False
     snapshots: bool = True
     fork_processes: bool = False

@@ -152,6 +152,6 @@ async def test_invalid_arguments_raise_before_anything_starts() -> None:
 
 
 def test_every_claimable_containment_has_an_attack() -> None:
-    claims = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "always"}
+    claims = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "siblings", "always"}
     assert {check.containment for check in CHECKS.values() if check.containment} == claims
-    assert len(CHECKS) == 109
+    assert len(CHECKS) == 110

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ LIMITS = SandboxLimits(memory=2**28, pids=50, cpus=0.5, cpu_seconds=9, disk=2**2
 def settings_of(spec: SandboxSpec, **changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {"in_memory": True, "bounded_layer": False, **changes}
     options = DockerOptions(**arguments.pop("options", {}))
+    spec = replace(spec, user=spec.user or "1000:1000")
     return container_settings(spec, options, "image:1", labels={"turnwise.sandbox": "s"}, **arguments)
 
 
 def test_container_gets_every_limit_of_the_engine() -> None:
     settings = settings_of(SandboxSpec(limits=LIMITS, env={"A": "1"}, labels={"job": "x"}))
     host = settings["HostConfig"]
-    assert (settings["Image"], settings["User"], settings["Env"]) == ("image:1", "0:0", ["A=1"])
+    assert (settings["Image"], settings["User"], settings["Env"]) == ("image:1", "65534:65534", ["A=1"])
     assert settings["Labels"] == {"job": "x", "turnwise.sandbox": "s"}
     assert (host["NetworkMode"], settings["NetworkDisabled"]) == ("none", True)
     assert (host["CapDrop"], host["CapAdd"], host["SecurityOpt"]) == (["ALL"], [], ["no-new-privileges"])

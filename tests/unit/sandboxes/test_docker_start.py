@@ -34,7 +34,9 @@ async def test_cancelled_start_removes_the_container_once_created() -> None:
 
     engine = SimpleNamespace(call=call)
     options = DockerOptions()
-    pool: Any = SimpleNamespace(engine=engine, options=options, settings=settings, remove_container=remove)
+    pool: Any = SimpleNamespace(
+        engine=engine, options=options, settings=settings, remove_container=remove, take_user=lambda *_: "1000:1000"
+    )
     sandbox = DockerSandbox(SandboxSpec(), pool)
     starting = asyncio.create_task(sandbox.start())
     await requested.wait()

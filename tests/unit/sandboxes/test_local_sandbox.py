@@ -327,6 +327,19 @@ async def test_host_is_not_blocked_by_a_busy_launcher() -> None:
         assert [answer["error"] for answer in await asyncio.gather(*calls)] == ["it is gone"] * 50
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give each sandbox a user")
+async def test_sandboxes_and_forks_have_users_of_their_own() -> None:
+    async with backend() as local, open_sandbox(local) as first, open_sandbox(local) as second:
+        await first.write_file("file", b"x")
+        [fork] = await first.fork()
+        results = [await sandbox.exec("id -u; stat -c %u .") for sandbox in (first, second, fork)]
+        assert (await fork.exec("echo more >> file && cat file")).stdout == b"xmore\n"
+        await fork.close()
+    owners = [result.stdout.split() for result in results]
+    assert all(len(set(users)) == 1 for users in owners)
+    assert len({users[0] for users in owners}) == 3
+
+
 @pytest.mark.long
 async def test_slow_start_does_not_count_as_missing_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.sandboxes.local.sandbox._START_SECONDS", 0.5)

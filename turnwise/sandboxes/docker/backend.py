@@ -69,6 +69,7 @@ class DockerBackend(SandboxBackend):
         enforced = {"memory": bool(info.get("MemoryLimit")), "pids": bool(info.get("PidsLimit")), "disk": disk}
         pool.capabilities = Capabilities(
             isolation="docker" if options.runtime is None else f"docker/{options.runtime}",
+            siblings=options.user is None,
             expose=pool.local,
             notes=tuple(f"this engine does not enforce limits.{name}" for name, holds in enforced.items() if not holds),
             **enforced,
@@ -170,6 +171,11 @@ class DockerBackend(SandboxBackend):
         elif not pool.filtered and pool.options.runtime is None:
             kernel = False
             notes.append("the engine's own filter of system calls applies, which may leave AF_VSOCK and AF_ALG open")
+        if pool.options.user is not None:
+            notes.append(
+                f"sandboxes have one user of the machine ({pool.options.user}), whose pipes, inotify instances and "
+                "descriptors in flight one of them can use up: leave user out"
+            )
         if pool.options.cap_add:
             kernel = False
             notes.append(f"it has capabilities: {', '.join(pool.options.cap_add)} (cap_add)")

@@ -19,6 +19,7 @@ from turnwise.sandboxes.docker.engine import Engine
 from turnwise.sandboxes.docker.images import Images
 from turnwise.sandboxes.docker.ownership import OWNER, SANDBOX, SNAPSHOT, Owner
 from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
+from turnwise.sandboxes.users import SandboxUsers
 
 _ABSENT: Final = (404, 409)
 _REFUSED: Final = range(400, 600)
@@ -52,6 +53,8 @@ class ContainerPool:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._starting_reaper = asyncio.Lock()
         self._snapshots: dict[str, str] = {}
+        self._users = SandboxUsers()
+        self._owners: dict[str, int] = {}
         self._workdir_has_files: dict[tuple[str, str], bool] = {}
 
     @property
@@ -85,8 +88,12 @@ class ContainerPool:
             filtered=self.filtered,
         )
 
-    async def save_snapshot(self, sandbox: str, image: str, packed: IO[bytes] | None) -> str:
-        """Save a container's layer, or an archive of its files, as a snapshot; return its name."""
+    def take_user(self, sandbox: str, snapshot: str | None) -> str:
+        """Return the user of a sandbox whose spec names none: one that owns a layer's files, or one of its own."""
+        return self.options.user or str(self._users.take(sandbox, self._owners.get(snapshot or "")))
+
+    async def save_snapshot(self, sandbox: str, image: str, user: int, packed: IO[bytes] | None) -> str:
+        """Save a container's layer with the files of a user, or an archive of them, as a snapshot; return its name."""
         suffix = os.urandom(8).hex()
         if packed is not None:
             name = f"{_ARCHIVE_PREFIX}:{suffix}"
@@ -101,6 +108,7 @@ class ContainerPool:
         name = f"{_LAYER_REPOSITORY}:{suffix}"
         labels = {SNAPSHOT: sandbox, **self.owner.labels(self.options.ttl)}
         self._snapshots[name] = name
+        self._owners[name] = user
         await self.engine.call(
             lambda client: client.commit(
                 sandbox,
@@ -122,6 +130,7 @@ class ContainerPool:
         if self._snapshots.get(snapshot) == snapshot and not await self.remove_image(snapshot):
             return
         self._snapshots.pop(snapshot, None)
+        self._owners.pop(snapshot, None)
         if snapshot.startswith(_ARCHIVE_PREFIX):
             self._archive_path(snapshot).unlink(missing_ok=True)
 
@@ -132,6 +141,7 @@ class ContainerPool:
             what=f"container {container} was not removed",
             allowed=_ABSENT,
         )
+        self._users.release(container)
 
     async def remove_image(self, image: str) -> bool:
         """Remove an image; return whether the engine did so."""

@@ -144,6 +144,7 @@ class DockerSandbox(Sandbox):
         self._commands: Commands | None = None
         self._processes: list[DockerProcess] = []
         self._image = ""
+        self._user = (0, 0)
         self._start_called = False
         self._closed = False
         self._freeze: _Freeze | None = None
@@ -243,10 +244,10 @@ class DockerSandbox(Sandbox):
         """Snapshot the files."""
         await self._check_alive()
         if not self._pool.in_memory:
-            return await self._pool.save_snapshot(self.id, self._image, None)
+            return await self._pool.save_snapshot(self.id, self._image, self._user[0], None)
         with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
             await self._pack("/", packed, self.spec.limits.disk, *self._folders())
-            return await self._pool.save_snapshot(self.id, self._image, packed)
+            return await self._pool.save_snapshot(self.id, self._image, self._user[0], packed)
 
     async def fork(self, count: int = 1) -> list[DockerSandbox]:
         """Return started containers of one commit of the current files, without processes."""
@@ -282,7 +283,8 @@ class DockerSandbox(Sandbox):
         return await listen_in(pid, port)
 
     async def _start(self) -> None:
-        spec, user = self.spec, user_of(self.spec, self._pool.options)
+        spec = replace(self.spec, user=self.spec.user or self._pool.take_user(self.id, self.spec.snapshot))
+        self._user = user = user_of(spec)
         check_sources(spec)
         settings = await self._pool.settings(spec, self.id)
         self._image = str(settings["Image"])

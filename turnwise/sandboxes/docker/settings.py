@@ -17,6 +17,7 @@ from turnwise.sandboxes.local.boot import seccomp
 _USER: Final = "sandbox"
 TMP: Final = "/tmp"
 HOME: Final = f"/home/{_USER}"
+_FIRST_PROCESS_USER: Final = "65534:65534"
 _MINUTE: Final = 60
 _SHM: Final = 64 * 2**20
 _MIN_MEMORY: Final = 6 * 2**20
@@ -29,7 +30,7 @@ class DockerOptions(BaseModel):
     Attributes:
         image: Default image.
         pull: When images are pulled: ``missing``, ``never``, or ``always`` (at a backend's first use).
-        user: Default user of commands: ``root``, or ids as ``1000:1000``.
+        user: Default user of commands: ``root``, or ids as ``1000:1000``; None: another one for each sandbox.
         files: Where files are written: ``layer`` (the container's own layer, which few engines can bound), ``tmpfs``
             (workdir and /tmp in bounded memory; all else is read-only), or ``auto``: the layer if the engine bounds it,
             else tmpfs.
@@ -45,7 +46,7 @@ class DockerOptions(BaseModel):
 
     image: Annotated[str, Field(min_length=1)] = "python:3.11-slim"
     pull: Literal["missing", "never", "always"] = "missing"
-    user: str = "1000:1000"
+    user: str | None = None
     files: Literal["auto", "layer", "tmpfs"] = "auto"
     runtime: str | None = None
     network: str = "bridge"
@@ -56,8 +57,8 @@ class DockerOptions(BaseModel):
 
     @field_validator("user")
     @classmethod
-    def _is_numeric(cls, value: str) -> str:
-        if parse_user(value) is None:
+    def _is_numeric(cls, value: str | None) -> str | None:
+        if value is not None and parse_user(value) is None:
             raise ValueError("write root, or numeric ids: 1000 or 1000:1000")
         return value
 
@@ -70,9 +71,9 @@ def parse_user(user: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
-def user_of(spec: SandboxSpec, options: DockerOptions) -> tuple[int, int]:
+def user_of(spec: SandboxSpec) -> tuple[int, int]:
     """Return (uid, gid) of commands; SandboxUnavailable for a user given by name."""
-    ids = parse_user(spec.user or options.user)
+    ids = parse_user(spec.user or "")
     if ids is None:
         raise SandboxUnavailable(
             f"user={spec.user!r} is a name: a sandbox of 'docker' needs root, or numbers as 1000:1000: its files are "
@@ -92,7 +93,7 @@ def container_settings(
     local: bool = True,
     filtered: bool = False,
 ) -> dict[str, Any]:
-    """Return the engine's settings for one container. Raises SandboxUnavailable.
+    """Return the engine's settings for one container, of a spec with a user. Raises SandboxUnavailable.
 
     ``in_memory``: workdir and /tmp are tmpfs; ``bounded_layer``: the engine bounds a container's layer; ``local``: the
     engine sees this machine's files; ``filtered``: the system call filter replaces the engine's.
@@ -112,13 +113,13 @@ def container_settings(
     if filtered:
         host["SecurityOpt"].append(f"seccomp={seccomp.profile()}")
     if in_memory:
-        _add_tmpfs(host, spec, user_of(spec, options))
+        _add_tmpfs(host, spec, user_of(spec))
     elif bounded_layer:
         host["StorageOpt"] = {"size": str(limits.disk)}
     return {
         "Image": image,
         # Commands run as another user, so none of them can end or trace the first process.
-        "User": "0:0",
+        "User": _FIRST_PROCESS_USER,
         "Entrypoint": ["/bin/sh", "-c", PID_1, "turnwise"],
         "Cmd": [str(max(1, round(options.ttl / _MINUTE)))],
         "WorkingDir": "/",

@@ -26,11 +26,12 @@ from turnwise.sandboxes.local.state_folder import (
     remove_folder,
     remove_unused,
 )
+from turnwise.sandboxes.users import FIRST_USER, USERS, SandboxUsers
 
 _SANDBOX_NUMBERS = itertools.count(1)
 _PROBE_ATTEMPTS: Final = 3
 _CONTAINMENTS = frozenset(
-    {"seccomp", "network", "groups", "pids", "watch", "procsys", "readonly", "userns", "landlock"}
+    {"seccomp", "network", "groups", "pids", "watch", "procsys", "readonly", "userns", "landlock", "users"}
 )
 
 
@@ -43,7 +44,7 @@ class LocalBackend(SandboxBackend):
         directory: Parent of state folders, reachable by ``uid``. None: the first suitable of ``/var/tmp``, ``/dev/shm``
             and ``/run``.
         images: Root file system folders by ``spec.image``; a spec may also give a path.
-        uid: User and group of sandboxes if this process is root; no account needs to exist.
+        uid: The first user of sandboxes if this process is root: each has its own, and no account needs to exist.
     """
 
     name: ClassVar[str] = "local"
@@ -54,7 +55,7 @@ class LocalBackend(SandboxBackend):
         unsafe: bool = False,
         directory: str | Path | None = None,
         images: Mapping[str, str | Path] | None = None,
-        uid: int = 60_999,
+        uid: int = FIRST_USER,
         *,
         _without: frozenset[str] = frozenset(),
     ) -> None:
@@ -66,8 +67,10 @@ class LocalBackend(SandboxBackend):
                 "sandbox.config.isolation is 'plain', which isolates nothing: code inside can read and change what "
                 "this user can. Set sandbox.config.unsafe to true if you mean it"
             )
-        if not isinstance(uid, int) or not 0 < uid < 2**32 - 1:
-            raise ConfigError(f"sandbox.config.uid is {shown(uid)}: give the number of an unprivileged user")
+        if not isinstance(uid, int) or not 0 < uid < 2**32 - USERS:
+            raise ConfigError(
+                f"sandbox.config.uid is {shown(uid)}: give the number of the first of {USERS} unprivileged users"
+            )
         if not _without <= _CONTAINMENTS:
             raise ValueError(f"no such containment: {sorted(_without - _CONTAINMENTS)}")
         self.level: IsolationLevel
@@ -77,6 +80,7 @@ class LocalBackend(SandboxBackend):
         self._directory = None if directory is None else Path(directory)
         self._images = {name: Path(folder) for name, folder in (images or {}).items()}
         self._uid = uid if os.geteuid() == 0 else None
+        self.users = SandboxUsers(uid, 1 if "users" in _without else USERS)
         self._without = _without
         self._state: Path | None = None
         self._probing = asyncio.Lock()
@@ -187,6 +191,7 @@ class LocalBackend(SandboxBackend):
     def forget(self, sandbox: LocalSandbox) -> None:
         """Release a closed sandbox."""
         self._frozen.pop(sandbox.id, None)
+        self.users.release(sandbox.id)
         self._snapshots.release(sandbox.id)
 
     async def snapshot(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:

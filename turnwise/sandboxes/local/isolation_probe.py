@@ -168,6 +168,8 @@ def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
         "workspaces are copied: an overlay is not allowed here": strong and not overlay,
         "no file system of bounded size is allowed here: limits.disk does not hold": contained and not bounded,
         "code inside has all rights of this user": not contained,
+        "sandboxes have one user, whose pipes, inotify instances and descriptors in flight one of them can use up: as "
+        "root, each has its own": level.uid is None,
         "sandboxes run as root, which may read and change more than other users: run this process as another user": (
             as_root
         ),
@@ -183,6 +185,7 @@ def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
         pids=pids,
         disk=bounded,
         kernel=strong and filtered and not as_root,
+        siblings=level.uid is not None,
         expose=strong,
         images=strong,
         notes=tuple(note for note, holds in gaps.items() if holds),

@@ -24,7 +24,7 @@ class IsolationLevel:
 
     Attributes:
         isolation: Its name.
-        uid: User of sandboxes if this process is root; None: its own.
+        uid: User of the sandbox, or the first one of all, if this process is root; None: its own.
         program: Path of bubblewrap.
         stage: Private file system mounted before a start: ``root`` (by root's own right), ``user`` (in a user
             namespace), or None (files in the state folder).

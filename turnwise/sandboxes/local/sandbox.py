@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -42,6 +43,7 @@ from turnwise.sandboxes.local.launcher import Launcher
 from turnwise.sandboxes.local.packets import memory_file
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 from turnwise.sandboxes.local.snapshots import Origin
+from turnwise.sandboxes.users import SandboxUsers
 
 
 class SandboxStartTimeout(SandboxStartError):
@@ -54,6 +56,7 @@ class SandboxHost(Protocol):
     level: IsolationLevel
     capabilities: Capabilities
     launcher: Launcher
+    users: SandboxUsers
 
     async def begin(self) -> None:
         """Create what all sandboxes share, once."""
@@ -144,7 +147,10 @@ class LocalSandbox(Sandbox):
         check_spec(self.spec)
         origin = self._backend.origin(self)
         async with undo_on_error_async(self._end):
-            await self._launch(launch_plan(self._backend.level, self.spec, self._backend.paths(self.id), origin))
+            level = self._backend.level
+            if level.uid is not None:
+                level = replace(level, uid=self._backend.users.take(self.id))
+            await self._launch(launch_plan(level, self.spec, self._backend.paths(self.id), origin))
 
     async def close(self) -> None:
         """Kill everything inside and free its resources."""

@@ -118,6 +118,23 @@ async def forge_messages(context: CheckContext) -> list[str]:
     return findings
 
 
+async def starve_sibling(context: CheckContext) -> list[str]:
+    """Use up what the kernel counts by user, and look for what another sandbox lacks then."""
+    async with context.fresh() as sandbox, context.fresh() as sibling:
+        if lacking := await context.host.run_program(sibling, "scarce", {}):
+            raise CheckFailed(f"before the attack, another sandbox already lacks {lacking}")
+        hoarding = asyncio.create_task(context.host.run_program(sandbox, "hoard", {"output": "held", "end": "end"}))
+        try:
+            for _ in range(200):
+                if hoarding.done() or await lines_written(sandbox, "held"):
+                    break
+                await asyncio.sleep(0.05)
+            return await context.host.run_program(sibling, "scarce", {})
+        finally:
+            await sandbox.write_file("end", b"")
+            await hoarding
+
+
 async def outlive_timeout(context: CheckContext) -> list[str]:
     """Survive a timeout: double fork, new session, no environment, ignored signals."""
     sandbox = await context.sandbox()

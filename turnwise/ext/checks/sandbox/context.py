@@ -83,7 +83,8 @@ class CheckContext:
     def claims(self) -> dict[str, Any]:
         """Whether each isolation or feature is claimed by the capabilities, ``always`` included."""
         network = self.capabilities.network and not self.spec.limits.network
-        return {**asdict(self.capabilities), "network": network, "always": True}
+        siblings = self.capabilities.siblings and self.spec.user is None
+        return {**asdict(self.capabilities), "network": network, "siblings": siblings, "always": True}
 
     @property
     def rooted(self) -> bool:

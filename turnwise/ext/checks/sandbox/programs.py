@@ -336,6 +336,32 @@ def _fill(size: int, most: int, folders: list[str]) -> dict[str, int]:
     return written
 
 
+def hoard(options: dict[str, Any]) -> list[str]:
+    """Hold all inotify instances and all room in pipes that this user may have, until a file exists."""
+    signal.alarm(30)
+    libc = ctypes.CDLL(None)
+    instances = 0
+    while instances < 1000 and libc.inotify_init() >= 0:
+        instances += 1
+    for _ in range(200):  # the first are large, until only small ones are left
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(os.pipe()[0], 1031, 2**20)  # F_SETPIPE_SZ
+    with open(options["output"], "w") as file:
+        file.write("held")
+    while not os.path.exists(options["end"]):
+        time.sleep(0.05)
+    return []
+
+
+def scarce(options: dict[str, Any]) -> list[str]:
+    """Return what this user can no longer have: an inotify instance, a pipe of the usual size."""
+    del options
+    reading, _ = os.pipe()
+    size = fcntl.fcntl(reading, 1032)  # F_GETPIPE_SZ
+    findings = [f"a pipe holds {size} bytes"] if size < 2**16 else []
+    return findings if ctypes.CDLL(None).inotify_init() >= 0 else [*findings, "no inotify instance is left"]
+
+
 # Attacks on the kernel's interfaces. Each opens or creates something, and undoes it at once.
 
 _KEYCTL = {"x86_64": 250, "aarch64": 219}

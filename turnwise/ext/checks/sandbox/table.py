@@ -126,6 +126,7 @@ _ROWS: Final = (
     Check("attack: memory in several processes", attacks.several_processes, "memory"),
     Check("attack: one large file", attacks.large_file, "always"),
     Check("attack: fill the disk", attacks.many_files, "disk"),
+    Check("attack: starve a sibling", attacks.starve_sibling, "siblings"),
     Check("attack: kernel settings", program("settings"), "kernel"),
     Check("attack: keyrings", program("keyrings"), "kernel"),
     Check("attack: nested namespaces", program("namespaces"), "kernel"),

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
 
 _CHUNK = 2**23
@@ -34,8 +33,6 @@ def copy_files(request: dict[str, Any], pid: int) -> None:
     Raises:
         OSError: They cannot be read or written, or exceed the limit.
     """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a folder stays open while its subfolders are copied
     root = f"/proc/{pid}/root" if request["private"] else ""
     os.makedirs(request["target"])
     os.chmod(request["target"], 0o711)
@@ -69,24 +66,28 @@ class FolderCopy:
 
     Args:
         limit: Maximum bytes of their files together; None: unlimited.
+        owner: User and group of the copies, if this process is root; None: those of the files.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, owner: int | None = None) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a folder stays open while its subfolders are copied
         self._remaining = limit
+        self._owner = owner
         self._names: dict[tuple[int, int], str] = {}
 
     def copy_folder(self, source: str, target: str) -> None:
-        """Copy a folder with its content to a path that does not exist yet."""
+        """Copy a folder with its content to a path, where an empty folder may be."""
+        os.makedirs(target, exist_ok=True)
         # A stack of folders that are not complete: code inside may nest them deeper than calls can be nested.
-        folders = [_open_copy(os.open(source, _FOLDER), target)]
+        folders = [_open_copy(os.open(source, _FOLDER), target, None)]
         try:
             while folders:
                 folder = folders[-1]
                 if folder.entries:
-                    with contextlib.suppress(_EntryVanished):
-                        self._copy_entry(folder.entries.pop(), folders)
+                    self._copy_entry(folder.entries.pop(), folders)
                 else:
-                    _copy_attributes(folder.source_fd, folder.target_fd)
+                    self._copy_attributes(folder.source_fd, folder.target_fd)
                     folders.pop().close()
         finally:
             for folder in folders:
@@ -94,36 +95,33 @@ class FolderCopy:
 
     def _copy_entry(self, name: str, folders: list[_FolderPair]) -> None:
         """Copy an entry of the last folder; a folder becomes the last one."""
-        source_fd, target_fd = folders[-1].source_fd, folders[-1].target_fd
-        with _vanishing():
+        source_fd, target_fd, fd, goal = folders[-1].source_fd, folders[-1].target_fd, -1, ""
+        try:
             status = os.stat(name, dir_fd=source_fd, follow_symlinks=False)
-        kind = stat.S_IFMT(status.st_mode)
+            kind = stat.S_IFMT(status.st_mode)
+            if kind in (stat.S_IFDIR, stat.S_IFREG):
+                fd = os.open(name, _FOLDER if kind == stat.S_IFDIR else _FILE, dir_fd=source_fd)
+            elif kind == stat.S_IFLNK:
+                goal = os.readlink(name, dir_fd=source_fd)
+        except OSError as error:
+            if error.errno in _VANISHED:
+                return
+            raise
         if kind == stat.S_IFDIR:
-            with _vanishing():
-                fd = os.open(name, _FOLDER, dir_fd=source_fd)
+            os.mkdir(name, 0o700, dir_fd=target_fd)
             folders.append(_open_copy(fd, name, target_fd))
-            return
-        if kind == stat.S_IFREG:
-            with _vanishing():
-                fd = os.open(
-                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=source_fd
-                )
+        elif kind == stat.S_IFREG:
             try:
                 if stat.S_ISREG(os.fstat(fd).st_mode):
                     self._copy_file(fd, name, folders)
             finally:
                 os.close(fd)
-            return
-        if kind == stat.S_IFLNK:
-            with _vanishing():
-                goal = os.readlink(name, dir_fd=source_fd)
-            os.symlink(goal, name, dir_fd=target_fd)
-        elif kind == stat.S_IFCHR and not status.st_rdev:
-            os.mknod(name, stat.S_IFCHR, 0, dir_fd=target_fd)  # an overlay's mark of a removed file
-        else:
-            return
-        if os.geteuid() == 0:
-            os.chown(name, status.st_uid, status.st_gid, dir_fd=target_fd, follow_symlinks=False)
+        elif goal or (kind == stat.S_IFCHR and not status.st_rdev):
+            if goal:
+                os.symlink(goal, name, dir_fd=target_fd)
+            else:
+                os.mknod(name, stat.S_IFCHR, 0, dir_fd=target_fd)  # an overlay's mark of a removed file
+            self._chown(name, status, target_fd)
 
     def _copy_file(self, source_fd: int, name: str, folders: list[_FolderPair]) -> None:
         status, target_fd = os.fstat(source_fd), folders[-1].target_fd
@@ -139,7 +137,7 @@ class FolderCopy:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target_fd)
         try:
             self._copy_content(source_fd, fd, status.st_size)
-            _copy_attributes(source_fd, fd)
+            self._copy_attributes(source_fd, fd)
         finally:
             os.close(fd)
         if status.st_nlink > 1:
@@ -168,6 +166,22 @@ class FolderCopy:
                     if self._remaining < 0:
                         raise OSError(errno.ENOSPC, "the files hold more than the limit of disk")
 
+    def _copy_attributes(self, source: int, target: int) -> None:
+        """Copy owner, mode, times and overlay attributes of an open file or folder to another."""
+        status = os.fstat(source)
+        self._chown(target, status)
+        for name in os.listxattr(source):
+            # Marks of a folder that hides the one below it, or was renamed.
+            if ".overlay." in name:
+                os.setxattr(target, name, os.getxattr(source, name))
+        os.chmod(target, stat.S_IMODE(status.st_mode))
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def _chown(self, path: str | int, status: os.stat_result, folder_fd: int | None = None) -> None:
+        if os.geteuid() == 0:
+            user, group = (status.st_uid, status.st_gid) if self._owner is None else (self._owner, self._owner)
+            os.chown(path, user, group, dir_fd=folder_fd, follow_symlinks=folder_fd is None)
+
 
 class _FolderPair(NamedTuple):
     """A folder that is being copied, its copy by the name that it got, and the entries that are to be copied."""
@@ -183,43 +197,14 @@ class _FolderPair(NamedTuple):
         os.close(self.target_fd)
 
 
-def _open_copy(source_fd: int, name: str, parent_fd: int | None = None) -> _FolderPair:
-    """Begin the copy of an open folder by this name, in a folder or as a path; without it close the folder."""
+def _open_copy(source_fd: int, name: str, parent_fd: int | None) -> _FolderPair:
+    """Begin the copy of an open folder to an empty one, by its name in a folder or its path."""
     try:
-        entries = os.listdir(source_fd)
-        os.mkdir(name, 0o700, dir_fd=parent_fd)
-        return _FolderPair(source_fd, os.open(name, _FOLDER, dir_fd=parent_fd), name, entries)
+        target_fd = os.open(name, _FOLDER, dir_fd=parent_fd)
+        return _FolderPair(source_fd, target_fd, name, os.listdir(source_fd))
     except OSError:
         os.close(source_fd)
         raise
-
-
-class _EntryVanished(Exception):
-    """An entry was removed or replaced since it was listed."""
-
-
-@contextlib.contextmanager
-def _vanishing() -> Iterator[None]:
-    """Raise _EntryVanished for an entry that was removed or replaced since it was listed, other errors as they are."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _VANISHED:
-            raise _EntryVanished from error
-        raise
-
-
-def _copy_attributes(source: int, target: int) -> None:
-    """Copy owner, mode, times and overlay attributes of an open file or folder to another."""
-    status = os.fstat(source)
-    if os.geteuid() == 0:
-        os.chown(target, status.st_uid, status.st_gid)
-    for name in os.listxattr(source):
-        # Marks of a folder that hides the one below it, or was renamed.
-        if ".overlay." in name:
-            os.setxattr(target, name, os.getxattr(source, name))
-    os.chmod(target, stat.S_IMODE(status.st_mode))
-    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def remove_tree(path: str) -> None:

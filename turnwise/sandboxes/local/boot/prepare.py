@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 
-from . import groups, landlock, seccomp, syscalls
+from . import file_copy, groups, landlock, seccomp, syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +27,8 @@ def run_plan(plan: dict[str, Any], control: int) -> None:
     if plan["reveal"]:
         reveal(plan["reveal"], plan["uid"], plan["stage"] is not None)
     for copy in plan["copies"]:
-        copy_tree(copy["source"], copy["target"], copy["owner"])
+        owner = os.geteuid() if copy["owner"] is None else copy["owner"]
+        file_copy.FolderCopy(None, owner).copy_folder(os.path.realpath(copy["source"]), copy["target"])
     if plan["uid"] is not None:
         os.setgroups([])
         os.setresgid(plan["uid"], plan["uid"], plan["uid"])
@@ -179,23 +179,3 @@ def make_target(path: str, folder: bool) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "a"):
         pass
-
-
-def copy_tree(source: str, target: str, owner: int | None) -> None:
-    """Copy a folder's content, all of it to one owner.
-
-    Raises:
-        OSError: It cannot be copied; the message is the copying program's.
-    """
-    result = subprocess.run(
-        ["cp", "-R", "--preserve=mode,timestamps,links", "--", f"{source}/.", target],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if not result.returncode and owner is not None:
-        result = subprocess.run(
-            ["chown", "-R", "-h", f"{owner}:{owner}", "--", target], capture_output=True, text=True, check=False
-        )
-    if result.returncode:
-        raise OSError(5, f"copying {source}: {result.stderr.strip()[:400]}")
