@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHUNK = 1 << 20
-_MAX_FRAMES = 5_000
-"""A path of 4,096 bytes, the longest, names 2,048 folders, and ``os.makedirs`` calls itself for each of them."""
 
 
 def serve(request: dict[str, Any], fds: list[int]) -> None:
@@ -22,7 +20,8 @@ def serve(request: dict[str, Any], fds: list[int]) -> None:
     Raises:
         OSError: It fails.
     """
-    sys.setrecursionlimit(_MAX_FRAMES)
+    # A path of 4,096 bytes, the longest, names 2,048 folders, and os.makedirs calls itself for each of them.
+    sys.setrecursionlimit(5_000)
     path = request["path"]
     operation = request["op"]
     if operation == "read":
