@@ -358,7 +358,8 @@ async def test_workspace_snapshot_and_fork(docker_engine: TestEngine, files: str
     backend = backend_of(docker_engine, files=files)
     try:
         async with backend.make(replace(SPEC, workspace=tmp_path)) as sandbox:
-            assert (await sandbox.exec("stat -c %u . sub sub/file; cat link")).stdout == b"1000\n1000\n1000\nhost"
+            user, *owners, text = (await sandbox.exec("id -u; stat -c %u . sub sub/file; cat link")).stdout.split()
+            assert (owners, text) == ([user] * 3, b"host")
             await sandbox.exec("echo inside > sub/file; echo t > /tmp/t; echo h > ~/h")
             snapshot = await sandbox.snapshot()
             await sandbox.exec("echo later > sub/file")
@@ -373,9 +374,11 @@ async def test_workspace_snapshot_and_fork(docker_engine: TestEngine, files: str
             assert not [name for name in left(docker_engine) if "snapshot" in name and snapshot not in name]
             assert await sandbox.read_file("sub/file") == b"later\n"
             async with backend.make(replace(SPEC, snapshot=snapshot)) as restored:
-                assert (
-                    await restored.exec("cat link /tmp/t ~/h; stat -c %u sub/file")
-                ).stdout == b"inside\nt\nh\n1000\n"
+                result = await restored.exec("cat link /tmp/t ~/h; stat -c %u sub/file; id -u; echo x >> sub/file")
+                *texts, owner, other_user = result.stdout.split()
+                assert (texts, result.ok, owner) == ([b"inside", b"t", b"h"], True, other_user)
+                # A layer belongs to the user of its origin; files in memory are given to another.
+                assert (other_user == user) == (files == "layer")
         await backend.drop_snapshot(snapshot)
         assert snapshot not in left(docker_engine)
         with pytest.raises(SandboxUnavailable, match=f"no snapshot '{snapshot}'"):

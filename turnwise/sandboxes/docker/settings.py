@@ -118,8 +118,8 @@ def container_settings(
         host["StorageOpt"] = {"size": str(limits.disk)}
     return {
         "Image": image,
-        # Commands run as another user, so none of them can end or trace the first process.
-        "User": _FIRST_PROCESS_USER,
+        # Commands run as another user, so none of them can end or trace the first process. They have its capabilities.
+        "User": "0:0" if options.cap_add else _FIRST_PROCESS_USER,
         "Entrypoint": ["/bin/sh", "-c", PID_1, "turnwise"],
         "Cmd": [str(max(1, round(options.ttl / _MINUTE)))],
         "WorkingDir": "/",
