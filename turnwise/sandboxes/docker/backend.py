@@ -172,10 +172,7 @@ class DockerBackend(SandboxBackend):
             kernel = False
             notes.append("the engine's own filter of system calls applies, which may leave AF_VSOCK and AF_ALG open")
         if pool.options.user is not None:
-            notes.append(
-                f"sandboxes have one user of the machine ({pool.options.user}), whose pipes, inotify instances and "
-                "descriptors in flight one of them can use up: leave user out"
-            )
+            notes.append(f"user is {pool.options.user} for all sandboxes: one can use up its pipes for the others")
         if pool.options.cap_add:
             kernel = False
             notes.append(f"it has capabilities: {', '.join(pool.options.cap_add)} (cap_add)")
@@ -191,10 +188,7 @@ class DockerBackend(SandboxBackend):
 
 
 def _takes_filter(info: Mapping[str, Any]) -> bool:
-    """Whether an engine has its built-in system call filter, and not an administrator's, and takes another as text.
-
-    In many versions the built-in one leaves sockets of the machine open, in others those that 32-bit calls make.
-    """
+    """Whether an engine has its built-in filter of system calls, which may leave sockets open, and takes another."""
     builtin = {"name=seccomp,profile=builtin", "name=seccomp,profile=default"}
     version = str(info.get("ServerVersion")).partition(".")[0]
     # Podman, of a lower version, takes a path only.

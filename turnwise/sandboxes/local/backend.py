@@ -68,9 +68,7 @@ class LocalBackend(SandboxBackend):
                 "this user can. Set sandbox.config.unsafe to true if you mean it"
             )
         if not isinstance(uid, int) or not 0 < uid < 2**32 - USERS:
-            raise ConfigError(
-                f"sandbox.config.uid is {shown(uid)}: give the number of the first of {USERS} unprivileged users"
-            )
+            raise ConfigError(f"sandbox.config.uid is {shown(uid)}: give the first of {USERS} unprivileged users")
         if not _without <= _CONTAINMENTS:
             raise ValueError(f"no such containment: {sorted(_without - _CONTAINMENTS)}")
         self.level: IsolationLevel

@@ -15,6 +15,7 @@ from turnwise.errors import SandboxDied, SandboxError
 from turnwise.ext.checks.sandbox.context import (
     CheckContext,
     host_processes,
+    keeps_writing,
     lines_written,
     processes_ended,
     stopped_writing,
@@ -125,10 +126,8 @@ async def starve_sibling(context: CheckContext) -> list[str]:
             raise CheckFailed(f"before the attack, another sandbox already lacks {lacking}")
         hoarding = asyncio.create_task(context.host.run_program(sandbox, "hoard", {"output": "held", "end": "end"}))
         try:
-            for _ in range(200):
-                if hoarding.done() or await lines_written(sandbox, "held"):
-                    break
-                await asyncio.sleep(0.05)
+            if not await keeps_writing(sandbox, "held"):
+                raise CheckFailed("the attack's process never ran")
             return await context.host.run_program(sibling, "scarce", {})
         finally:
             await sandbox.write_file("end", b"")

@@ -346,8 +346,7 @@ def hoard(options: dict[str, Any]) -> list[str]:
     for _ in range(200):  # the first are large, until only small ones are left
         with contextlib.suppress(OSError):
             fcntl.fcntl(os.pipe()[0], 1031, 2**20)  # F_SETPIPE_SZ
-    with open(options["output"], "w") as file:
-        file.write("held")
+    threading.Thread(target=_write_lines, args=(options["output"],), daemon=True).start()
     while not os.path.exists(options["end"]):
         time.sleep(0.05)
     return []
