@@ -159,7 +159,7 @@ async def outlive_timeout(context: CheckContext) -> list[str]:
 async def outlive_by_thread(context: CheckContext) -> list[str]:
     """Survive a time-out in a process whose first thread has ended: it looks like one that has ended."""
     sandbox, file = await context.scratch()
-    result = await context.host.start(sandbox, "outlive", {"output": file}, timeout=3.0)
+    result = await context.host.start(sandbox, "outlive", {"output": file, "end": "never"}, timeout=3.0)
     if not result.timed_out or await lines_written(sandbox, file) == 0:
         raise CheckFailed(f"the attack's process never ran: {result}")
     return [] if await stopped_writing(sandbox, file) else ["a thread outlives the time-out"]

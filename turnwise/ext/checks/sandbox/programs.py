@@ -105,14 +105,15 @@ def outlive(options: dict[str, Any]) -> list[str]:
     if os.fork() == 0:
         os.setsid()
         signal.alarm(30)
-        threading.Thread(target=_write_lines, args=(options["output"],)).start()
+        threading.Thread(target=_write_lines, args=(options["output"], options["end"])).start()
         ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit of one thread
     time.sleep(60)
     return []
 
 
-def _write_lines(path: str) -> None:
-    while True:
+def _write_lines(path: str, end: str) -> None:
+    """Write lines until a file exists."""
+    while not os.path.exists(end):
         with open(path, "a") as file:
             file.write("\n")
         time.sleep(0.05)
@@ -346,9 +347,7 @@ def hoard(options: dict[str, Any]) -> list[str]:
     for _ in range(200):  # the first are large, until only small ones are left
         with contextlib.suppress(OSError):
             fcntl.fcntl(os.pipe()[0], 1031, 2**20)  # F_SETPIPE_SZ
-    threading.Thread(target=_write_lines, args=(options["output"],), daemon=True).start()
-    while not os.path.exists(options["end"]):
-        time.sleep(0.05)
+    _write_lines(options["output"], options["end"])
     return []
 
 
