@@ -16,6 +16,7 @@ pair of passes of 2 turns of 4 tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from turnwise.envs import register
 from turnwise.envs.core import as_messages
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY, control_key
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica, find_install
 from turnwise.inference.wire import encode_request
@@ -133,7 +135,7 @@ class Bench:
 
     def __init__(self, url: str, renderer: Renderer, turns: int, new: int) -> None:
         self._url, self._renderer, self._turns, self._new = url, renderer, turns, new
-        self._control = ControlRoutes()
+        self._control = ControlRoutes(control_key())
         self.plan: list[list[Turn]] = []
 
     async def _empty_cache(self) -> None:
@@ -212,6 +214,7 @@ class Bench:
 async def served(model: Path, config: InferenceConfig) -> AsyncIterator[VLLMReplica]:
     """Start vLLM, and stop it at the end."""
     log = Path(tempfile.mkdtemp(prefix="turnwise-bench-")) / "vllm.log"
+    os.environ.setdefault(CONTROL_KEY, "benchmark")
     replica = VLLMReplica(model, config, log_file=log)
     start = time.perf_counter()
     await replica.launch()

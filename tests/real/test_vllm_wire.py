@@ -17,6 +17,7 @@ from support.engine.greedy import CLOSE, GREEDY, builtin_greedy, check_greedy, c
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RequestRefused
 from turnwise.inference.client import HTTPClient
+from turnwise.inference.guard.turnwise_guard import control_key
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.inference.wire import GENERATE, encode_request
@@ -128,8 +129,21 @@ async def test_a_stop_string_ends_a_completion(client: HTTPClient, reference: An
     assert stop not in renderer.decode(cut.token_ids[:-1])
 
 
+async def test_control_routes_need_the_key_and_no_page_of_another_site_is_answered(vllm: VLLMReplica) -> None:
+    stranger = ControlRoutes("other")
+    for route in ("/pause?mode=keep", "/update_weights", "/collective_rpc", "/v1/load_lora_adapter"):
+        with pytest.raises(RequestRefused, match=r"answered 401: .* needs the server's key"):
+            await stranger.request(vllm.url, "POST", route, {})
+    assert await stranger.request(vllm.url, "GET", "/is_paused") == {"is_paused": False}
+    await stranger.close()
+    async with aiohttp.ClientSession(vllm.url, headers={"Origin": "https://page.example"}) as page:
+        for route in ("/v1/models", "/is_paused"):
+            async with page.get(route) as answer:
+                assert answer.status == 403
+
+
 async def name_version(vllm: VLLMReplica, version: int) -> None:
-    control = ControlRoutes()
+    control = ControlRoutes(control_key())
     answer = await control.request(vllm.url, "POST", "/update_weight_version", {"new_version": str(version)})
     assert int(answer["new_version"]) == version
     await control.close()

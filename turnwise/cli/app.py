@@ -20,6 +20,7 @@ import typer
 from turnwise.append_file import raise_file_limit
 from turnwise.cli import envs, evaluation, runs, serve, train
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.inference.guard.turnwise_guard import control_key
 from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
 
@@ -181,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _outlive_terminal()
     _warn_of_namesake()
     raise_file_limit(_MOST_FILES)
+    # What this process starts need not know it.
+    control_key()
     try:
         with _sudden_ends_announced():
             app(arguments, prog_name="turnwise")

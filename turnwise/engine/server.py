@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
 import logging
 import os
 import sys
@@ -34,6 +33,7 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import ServeConfig
+from turnwise.inference.guard.turnwise_guard import control_key
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.placement.usage import process_memory
@@ -72,8 +72,6 @@ class App:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._name = name
         self._stop_strings = stop_strings
-        # What this process starts need not know it.
-        self._key = os.environ.pop(wire.CONTROL_KEY, "").encode()
         self._guides = guides
         self._kept = features_cache()
         self._started = int(time.time())
@@ -115,10 +113,6 @@ class App:
             routes = ", ".join(f"{verb} {route}" for verb, route in self._routes)
             message = f"{method} {path} is not a route of this server; there are POST {wire.GENERATE}, {routes}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
-            return
-        if method == "POST" and not (self._key and hmac.compare_digest(_header(scope, wire.KEY_HEADER), self._key)):
-            message = f"{path} needs the server's key in {wire.KEY_HEADER}: set {wire.CONTROL_KEY} for both to the same"
-            await answer_json(send, 401, wire.encode_error(message, status=401, field=wire.KEY_HEADER))
             return
         try:
             answer = await handler(await read_body(receive), scope)
@@ -422,7 +416,9 @@ def serve(spec: ServerSpec) -> None:
     # Most of a start is imports, which make no garbage: a tenth of it went into looking for some.
     gc.disable()
     config = spec.config
-    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
+    process = HTTPProcess(
+        config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts, control_key()
+    )
     engine, stop_strings, guides = _load(spec, lambda outputs: app.deliver(outputs))  # noqa: PLW0108 - made below
     if spec.paused:
         engine.pause(abort=False)

@@ -24,6 +24,7 @@ from turnwise.gateway.errors import LENIENT, ApiError, Lenient
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions
+from turnwise.inference.guard.turnwise_guard import Guard
 from turnwise.inference.process import Application, Receive, Scope, Send
 from turnwise.model.core import Renderer
 from turnwise.recorder.session import Session
@@ -282,13 +283,12 @@ class LocalGateway:
             await asyncio.gather(serving, return_exceptions=True)
 
     def _start(self) -> None:
-        from turnwise.inference.process import bind, check_host, server_without_signal_handlers
+        from turnwise.inference.process import bind, server_without_signal_handlers
 
         limits = self._sessions.limits
         listener = bind(self._host, self._requested_port)
         with undo_on_error(listener.close):
-            app = check_host(self._dispatch, listener, self.form.hosts)
-            options = server_options(app, limits, limits.connections)
+            options = server_options(Guard(self._dispatch, self.form.hosts), limits, limits.connections)
         listener.listen(2048)
         self._port = listener.getsockname()[1]
         server = server_without_signal_handlers(options)

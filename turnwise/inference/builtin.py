@@ -27,6 +27,7 @@ from turnwise.config import Section
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.process import LaunchedServer, ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import MemoryUse, WeightManifest
@@ -72,7 +73,7 @@ class BuiltinReplica(ServerReplica):
             spec = fields | {"config": described, "report_fd": inherited.report, "lifeline_fd": inherited.lifeline}
             return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
-        key = {wire.CONTROL_KEY: self._key}
+        key = {CONTROL_KEY: self._key}
         reported = await process.start(command, lambda parent: {**_threads(config.threads)(parent), **key})
         return int(reported["port"])
 

@@ -106,8 +106,7 @@ class ListenerConfig(Section):
     Attributes:
         host: Address that the server binds. Agents in containers reach no loopback address.
         port: Port that the server binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Not of the
-            servers of vLLM and SGLang.
+        allowed_hosts: Names in ``Host`` and ``Origin`` besides this machine's; ``*`` stands for any part.
         log_level: Of the server's log.
     """
 

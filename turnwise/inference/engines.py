@@ -18,6 +18,7 @@ import orjson
 
 from turnwise.errors import ConfigError, nearest
 from turnwise.inference.config import InferenceConfig, ServeConfig
+from turnwise.inference.guard.turnwise_guard import ALLOWED_HOSTS
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
 from turnwise.plugins import check_contract, load_object, registering
@@ -36,6 +37,7 @@ _SHIPPED = tuple(ENGINES)
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _GPU = Path("/dev/nvidiactl")
 _CPUINFO = Path("/proc/cpuinfo")
+_GUARD = Path(__file__).parent / "guard"
 # x86: AVX-512's and AMX's; ARM's is plain bf16. What has none of them multiplies bfloat16 in float32 steps.
 _NATIVE = frozenset(("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
 _PROBE = """
@@ -216,18 +218,8 @@ def engine_clashes(model: Path, config: InferenceConfig, reserved: Container[str
     return problems
 
 
-def host_warnings(config: InferenceConfig, title: str) -> list[str]:
-    """Return a warning about names of hosts, which vLLM and SGLang do not check."""
-    if not (isinstance(config, ServeConfig) and config.allowed_hosts):
-        return []
-    return [
-        f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: {title} answers every name; bind it "
-        "(host) where only trusted clients reach it"
-    ]
-
-
 def engine_environment(
-    config: InferenceConfig, number: int, parent: Mapping[str, str], *paths: Path, without: tuple[str, ...] = ()
+    config: ServeConfig, number: int, parent: Mapping[str, str], *paths: Path, without: tuple[str, ...] = ()
 ) -> dict[str, str]:
     """Return the environment of a server process of vLLM or SGLang.
 
@@ -244,7 +236,8 @@ def engine_environment(
     gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
     return {
         **inherited,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": os.pathsep.join(map(str, (*paths, _GUARD))),
+        ALLOWED_HOSTS: ",".join(config.allowed_hosts),
         "OMP_NUM_THREADS": str(config.threads),
         "TOKENIZERS_PARALLELISM": "false",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fnmatch
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -17,16 +15,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 from pydantic import BaseModel
 
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, PlacementError, TurnwiseError, shown
-from turnwise.inference import wire
+from turnwise.errors import EngineDied, InferenceError, MissingExtraError, PlacementError, TurnwiseError
+from turnwise.inference.guard.turnwise_guard import Guard, is_loopback
 from turnwise.inference.wire import BadRequest
 from turnwise.placement.core import Command, Environment, Inherited, PlacedProcess, Program
 from turnwise.placement.local import current_placement
@@ -244,7 +240,8 @@ class HTTPProcess:
         port: Port to bind; 0 for a free one.
         log_level: Of uvicorn.
         lifeline: Inherited descriptor whose end of file ends this process, or None.
-        allowed_hosts: Further names for :func:`check_host`.
+        allowed_hosts: Further names for :class:`Guard`.
+        key: Of control routes, as for :class:`Guard`.
 
     Raises:
         InferenceError: The port cannot be bound.
@@ -252,7 +249,13 @@ class HTTPProcess:
     """
 
     def __init__(
-        self, host: str, port: int, log_level: str, lifeline: int | None, allowed_hosts: Sequence[str] = ()
+        self,
+        host: str,
+        port: int,
+        log_level: str,
+        lifeline: int | None,
+        allowed_hosts: Sequence[str] = (),
+        key: str | None = None,
     ) -> None:
         try:
             import uvicorn
@@ -263,7 +266,7 @@ class HTTPProcess:
         self._began = time.monotonic()
         self._uvicorn = uvicorn
         self._log_level = log_level
-        self._allowed_hosts = allowed_hosts
+        self._allowed_hosts, self._key = allowed_hosts, key
         self._listener = bind(host, port)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -327,7 +330,7 @@ class HTTPProcess:
 
     def _options(self, app: Any, protocol: type[asyncio.Protocol] | None = None) -> Any:
         return self._uvicorn.Config(
-            check_host(app, self._listener, self._allowed_hosts),
+            Guard(app, self._allowed_hosts, self._key),
             log_config=None,
             log_level=self._log_level,
             access_log=False,
@@ -444,52 +447,3 @@ async def answer_json(send: Send, status: int, body: bytes) -> None:
     headers = [*_JSON, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def check_host(app: Application, listener: socket.socket, allowed: Sequence[str] = ()) -> Application:
-    """Return an application that answers 403 to requests for or of another host if its listener is on loopback.
-
-    A web page can have its own name resolve to 127.0.0.1 (``Host``), or post here from its own site (``Origin``).
-
-    Args:
-        app: The application.
-        listener: Its bound socket.
-        allowed: Further names, with ``*`` for any part.
-    """
-    if not is_loopback(str(listener.getsockname()[0])):
-        return app
-
-    @lru_cache(maxsize=64)
-    def accepts(host: bytes) -> bool:
-        name = _host_name(host)
-        return is_loopback(name) or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in allowed)
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        for header, host in scope.get("headers", ()):
-            if header in (b"host", b"origin") and not accepts(host):
-                field = header.decode().title()
-                message = f"{field} is {shown(host.decode('latin-1'))}, and this server is on a loopback address: "
-                message += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
-                await answer_json(send, 403, wire.encode_error(message, status=403, field=field))
-                return
-        await app(scope, receive, send)
-
-    return checked
-
-
-def _host_name(host: bytes) -> str:
-    """Return the name in a ``Host`` or ``Origin``, ``""`` if there is none."""
-    try:
-        return (urlsplit("//" + host.decode("ascii").rpartition("://")[2]).hostname or "").removesuffix(".")
-    except ValueError:
-        return ""
-
-
-def is_loopback(name: str) -> bool:
-    """Return whether a host name or address is reached from this machine alone."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

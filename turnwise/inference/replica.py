@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import secrets
 from abc import abstractmethod
@@ -18,7 +17,8 @@ from turnwise.errors import EngineDied, InferenceError, PlacementError, RequestR
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.connections import ConnectionFailed, Connections
-from turnwise.inference.process import ServerProcess, is_loopback
+from turnwise.inference.guard.turnwise_guard import KEY_HEADER, control_key, is_loopback
+from turnwise.inference.process import ServerProcess
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
 LAUNCH_TIMEOUT = 180.0
@@ -37,7 +37,7 @@ class ControlRoutes:
     """Client of a server's control routes, at a URL that may change between calls; ``key`` opens them."""
 
     def __init__(self, key: str = "") -> None:
-        self._connections = Connections({"Content-Type": "application/json", wire.KEY_HEADER: key})
+        self._connections = Connections({"Content-Type": "application/json", KEY_HEADER: key})
 
     async def request(
         self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None
@@ -155,7 +155,7 @@ class ServerReplica(Replica):
         self._number = number
         self._host = self._config.host
         self._port = self._config.port
-        self._key = os.environ.get(wire.CONTROL_KEY) or (secrets.token_urlsafe(32) if url is None else "")
+        self._key = control_key() or (secrets.token_urlsafe(32) if url is None else "")
         self._control = ControlRoutes(self._key)
         self._adapters = dict(adapters or {})
         # What a restart brings back, and what the process that runs has loaded, by the adapter's name.

@@ -1,6 +1,6 @@
 """Replica of an SGLang server, launched in SGLang's own Python environment behind a bridge that speaks vLLM's wire.
 
-The bridge (``engine/sglang_side/``) has no password: bind it where only trusted clients reach it.
+Requests pass the guard of every server here (``inference/guard/``) in the bridge (``engine/sglang_side/``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from turnwise.inference.engines import (
     EngineEnvironment,
     engine_clashes,
     engine_environment,
-    host_warnings,
     model_settings,
     option_arguments,
     served_dtype,
 )
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import WeightManifest
@@ -38,7 +38,7 @@ _RESERVED_ARGUMENTS = (
     "model", "model-path", "served-model-name", "host", "port", "dtype", "device", "context-length",
     "max-running-requests", "max-total-tokens", "chunked-prefill-size", "disable-radix-cache", "sampling-defaults",
     "weight-version", "enable-metrics", "log-level", "tp-size", "tensor-parallel-size", "stream-output",
-    "incremental-streaming-output",
+    "incremental-streaming-output", "api-key", "admin-api-key",
 )  # fmt: skip
 _COUNTERS = {
     "requests": "sglang:num_requests",
@@ -77,7 +77,7 @@ def command_line(model: Path, name: str, config: ServeConfig, version: int) -> l
     return [*option_arguments(options), *flags, *config.server.arguments]
 
 
-def environment(config: InferenceConfig, number: int, parent: Mapping[str, str]) -> dict[str, str]:
+def environment(config: ServeConfig, number: int, parent: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server process of replica ``number``; ``parent`` is that of its parent."""
     return {
         **engine_environment(config, number, parent, _SIDE, _ENGINE / "vllm_side"),
@@ -105,7 +105,7 @@ class SGLangReplica(ServerReplica):
             clashes.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
         if clashes:
             raise ConfigError("; ".join(clashes))
-        return [*_ENVIRONMENT.version_warnings(python, version), *host_warnings(config, "SGLang")]
+        return _ENVIRONMENT.version_warnings(python, version)
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         python, _, _ = await _ENVIRONMENT.find_package(self._config.server.python)
@@ -127,7 +127,9 @@ class SGLangReplica(ServerReplica):
             descriptors = ["--report", str(inherited.report), "--lifeline", str(inherited.lifeline)]
             return [*script, "--host", on_node(config.host, inherited), *descriptors, "--", *arguments]
 
-        reported = await process.start(command, lambda parent: environment(config, number, parent))
+        reported = await process.start(
+            command, lambda parent: environment(config, number, {**parent, CONTROL_KEY: self._key})
+        )
         return int(reported["port"])
 
     async def prepare_updates(self) -> None:

@@ -1,6 +1,6 @@
 """Replica of a vLLM server, launched in vLLM's own Python environment with the flags that training needs.
 
-Its control routes have no password: bind it where only trusted clients reach it.
+Requests pass the guard of every server here (``inference/guard/``), a middleware of vLLM's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from turnwise.inference.engines import (
     EngineEnvironment,
     engine_clashes,
     engine_environment,
-    host_warnings,
     model_settings,
     option_arguments,
     served_dtype,
 )
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import ServedName, WeightManifest
@@ -116,6 +116,7 @@ def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eage
         "--worker-extension-cls": "turnwise_vllm_worker.RolloutWorker",
         "--weight-transfer-config": orjson.dumps({"backend": "turnwise"}).decode(),
         "--uvicorn-log-level": config.log_level,
+        "--middleware": "turnwise_guard.ControlGuard",
     }
     # /inference/v1/generate is one of the routes that --enable-scale-out opens.
     # Clients of the same servers learn of each other by the load that these report.
@@ -227,7 +228,7 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
 
     They are no errors: one file runs on either engine.
     """
-    warnings = host_warnings(config, "vLLM")
+    warnings = []
     if config.device != AUTO and (":" in config.device or (config.device == CPU) != install.cpu):
         where = "processors" if install.cpu else "GPUs (inference.server.gpus names them)"
         warnings.append(
@@ -294,9 +295,11 @@ class VLLMReplica(ServerReplica):
             arguments += adapter_arguments(self._adapters, loaded)
             return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
 
-        reported = await process.start(
-            command, lambda parent: environment(config, number, parent, eager=eager, adapters=bool(self._adapters))
-        )
+        def variables(parent: Mapping[str, str]) -> dict[str, str]:
+            inherited = {**parent, CONTROL_KEY: self._key}
+            return environment(config, number, inherited, eager=eager, adapters=bool(self._adapters))
+
+        reported = await process.start(command, variables)
         for adapter, versions in self._named.items():
             self._loaded[adapter] = versions[-1].manifest
         return int(reported["port"])

@@ -25,9 +25,6 @@ GENERATE = "/inference/v1/generate"
 LOAD = "/load"
 """vLLM's route with the requests in flight on a server."""
 SESSION_HEADER = "X-Session-ID"
-KEY_HEADER = "X-Turnwise-Key"
-CONTROL_KEY = "TURNWISE_CONTROL_KEY"
-"""Environment variable with the key of a server's control routes, sent as :data:`KEY_HEADER`."""
 
 _NO_LOGPROB = -9999.0
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}

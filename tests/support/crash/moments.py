@@ -26,7 +26,7 @@ from support.envs.run_envs import Graded
 from turnwise import append_file
 from turnwise.agents.react import ReActAgent
 from turnwise.errors import ToolError
-from turnwise.inference.wire import CONTROL_KEY, KEY_HEADER
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY, KEY_HEADER
 from turnwise.tools.core import function_tool
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.run.hooks import Hooks
@@ -38,7 +38,7 @@ MOMENTS: Final = (RESET, MID_TOOL, MID_GENERATION, MID_STEP, MID_SYNC, MID_CHECK
 # The process of the run itself: it trains, it carries the gateway that programs talk to, and it owns the sandboxes.
 ITSELF: Final = ("trainer", "gateway", "host")
 # Before the run's servers start: a moment pauses them.
-os.environ.setdefault(CONTROL_KEY, "moments")
+_KEY: Final = os.environ.setdefault(CONTROL_KEY, "moments")
 # So many episodes have begun in this process before one of the first three moments comes: some have ended by then.
 _RIPE: Final = 4
 _POLL_S: Final = 0.001
@@ -183,7 +183,7 @@ def _unread(port: int) -> bool:
 def _ask(port: int, method: str, path: str) -> dict[str, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request(method, path, headers={"connection": "close", KEY_HEADER: os.environ[CONTROL_KEY]})
+        connection.request(method, path, headers={"connection": "close", KEY_HEADER: _KEY})
         answer: dict[str, Any] = json.loads(connection.getresponse().read() or b"{}")
         return answer
     finally:

@@ -43,6 +43,7 @@ class Server:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.key, self.version = key_of(Path(options.model_path)), str(options.weight_version)
+        self.api_key: str | None = vars(options).get("api_key")
         self.go = asyncio.Event()
         self.go.set()
         self.cut: set[str] = set()
@@ -178,7 +179,16 @@ class Server:
             ("GET", "/seen", self.seen_requests),
         ]  # fmt: skip
         routes = [route for route in every if route[1] not in without]
-        application = web.Application(client_max_size=2**30)
+
+        @web.middleware
+        async def check_key(request: web.Request, handler: Any) -> web.StreamResponse:
+            free = request.path.startswith(("/health", "/metrics")) or self.api_key is None
+            if not free and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        application = web.Application(client_max_size=2**30, middlewares=[check_key])
         application.add_routes([web.route(method, path, handler) for method, path, handler in routes])
         application.router.add_get("/openapi.json", description)
         return application
@@ -198,6 +208,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--without", action="append", default=[], help="a route that this server does not have")
+    parser.add_argument("--api-key")
     parser.add_argument("--fail", action="store_true")
     options, _ = parser.parse_known_args()
     if options.fail:

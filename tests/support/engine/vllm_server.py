@@ -13,6 +13,7 @@ import pytest
 
 from support.trainer.lookup_run import MODEL, example, silent
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
@@ -20,6 +21,8 @@ from turnwise.trainer.offline.small_model import make_model
 ROOT = Path(__file__).parents[3]
 # Starting takes three imports of vLLM, one after the other.
 LAUNCH_S = 900
+# Tests ask control routes themselves, too.
+os.environ.setdefault(CONTROL_KEY, "tests")
 
 
 def vllm_python() -> Path:

@@ -26,9 +26,9 @@ from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, ServeConfig
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY, KEY_HEADER
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.inference.wire import CONTROL_KEY, KEY_HEADER
 from turnwise.model.core import ModelInfo
 from turnwise.types import SamplingParams, TokenPrompt
 

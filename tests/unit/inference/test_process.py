@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,18 @@ import pytest
 
 from support.processes.warm import WarmPopen
 from support.trainer.lookup_run import environment, gone, wait_until
+from turnwise.cli import main
 from turnwise.errors import InferenceError
-from turnwise.inference.process import ServerProcess, answer_json, bind, check_host
+from turnwise.inference.guard.turnwise_guard import (
+    ALLOWED_HOSTS,
+    CONTROL_KEY,
+    KEY_HEADER,
+    ControlGuard,
+    Guard,
+    child_environment,
+    control_key,
+)
+from turnwise.inference.process import ServerProcess, answer_json
 
 # A server that starts a process of its own, reports that one's id, and serves until it is told to end.
 SERVER = """
@@ -118,6 +129,16 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
+from turnwise.cli import main
+from turnwise.inference.guard.turnwise_guard import (
+    ALLOWED_HOSTS,
+    CONTROL_KEY,
+    KEY_HEADER,
+    ControlGuard,
+    Guard,
+    child_environment,
+    control_key,
+)
 from turnwise.inference.process import ServerProcess
 
 async def main():
@@ -142,29 +163,68 @@ def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
     wait_until(lambda: gone(started), "the end of both")
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed", "status"),
-    [
-        ("127.0.0.1:8000", [], 200), ("LOCALHOST", [], 200), ("[::1]:8000", [], 200), ("app.localhost.", [], 200),
-        ("127.8.9.1", [], 200), ("evil.example", [], 403), ("127.0.0.1.evil.example", [], 403), ("", [], 403),
-        ("10.0.0.1", [], 403), ("[", [], 403), ("é", [], 403), ("gw.example:80", ["GW.example"], 200),
-        ("a.gw.example", ["*.gw.example"], 200), ("gw.example.evil", ["*.gw.example", "gw.example"], 403),
-        ("https://evil.example", [], 403), ("null", [], 403), ("http://localhost:5173", [], 200),
-        ("https://gw.example", ["gw.example"], 200),
-    ],
-)  # fmt: skip
-async def test_a_request_for_another_host_is_refused_on_loopback(host: str, allowed: list[str], status: int) -> None:
-    async def reply(_: Any, __: Any, send: Any) -> None:
-        await answer_json(send, 200, b"{}")
+async def answered(guard: Guard, method: str, path: str, headers: dict[str, str]) -> int:
+    statuses = []
 
     async def send(message: Any) -> None:
         statuses.append(message.get("status"))
 
-    statuses: list[Any] = []
-    for address in ("127.0.0.1", "0.0.0.0"):
-        with bind(address, 0) as listener:
-            header = b"origin" if "://" in host or host == "null" else b"host"
-            scope = {"type": "http", "headers": [(header, host.encode("latin-1"))]}
-            await check_host(reply, listener, allowed)(scope, None, send)  # type: ignore[arg-type]
-    # Only an address that other machines cannot reach is one that a page would have to be rebound to.
-    assert [code for code in statuses if code] == [status, 200]
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await guard({"type": "http", "method": method, "path": path, "headers": raw}, None, send)  # type: ignore[arg-type]
+    return int(statuses[0])
+
+
+async def reply(_: Any, __: Any, send: Any) -> None:
+    await answer_json(send, 200, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "allowed", "status"),
+    [
+        ("host", "127.0.0.1:8000", [], 200), ("host", "LOCALHOST", [], 200), ("host", "[::1]:8000", [], 200),
+        ("host", "app.localhost.", [], 200), ("host", socket.gethostname(), [], 200), ("host", "10.0.0.1:1", [], 200),
+        ("host", "[fe80::1]", [], 200), ("host", "evil.example", [], 403), ("host", "", [], 403),
+        ("host", "127.0.0.1.evil.example", [], 403), ("host", "[", [], 403), ("host", "é", [], 403),
+        ("host", "gw.example:80", ["GW.example"], 200), ("host", "a.gw.example", ["*.gw.example"], 200),
+        ("host", "gw.example.evil", ["*.gw.example", "gw.example"], 403),
+        ("origin", "https://evil.example", [], 403), ("origin", "null", [], 403),
+        ("origin", "http://10.0.0.1", [], 403),
+        ("origin", "http://localhost:5173", [], 200), ("origin", "https://gw.example", ["gw.example"], 200),
+        ("content-type", "text/plain; charset=utf-8", [], 415), ("content-type", "multipart/form-data", [], 415),
+        ("content-type", "application/json", [], 200), ("content-type", "application/octet-stream", [], 200),
+    ],
+)  # fmt: skip
+async def test_a_request_that_a_page_of_another_site_can_send_is_refused(
+    header: str, value: str, allowed: list[str], status: int
+) -> None:
+    path = "/inference/v1/generate"
+    assert await answered(Guard(reply, allowed, "k"), "POST", path, {header: value}) == status
+    gateway = Guard(reply, allowed)
+    assert await answered(gateway, "POST", path, {header: value}) == (200 if header == "content-type" else status)
+
+
+async def test_what_changes_a_server_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_KEY, "k")
+    monkeypatch.setenv(ALLOWED_HOSTS, "")
+    guard = ControlGuard(reply)
+    assert CONTROL_KEY not in os.environ, "what the server starts does not inherit it"
+    changing = ("/pause", "/update_weights", "/collective_rpc", "/v1/load_lora_adapter", "/sleep", "/never_heard_of")
+    for path in changing:
+        assert await answered(guard, "POST", path, {}) == 401
+        assert await answered(guard, "DELETE", path, {KEY_HEADER: "K"}) == 401
+        assert await answered(guard, "POST", path, {KEY_HEADER: "k"}) == 200
+        assert await answered(Guard(reply, key=""), "POST", path, {KEY_HEADER: ""}) == 401
+    for method, path in (("GET", "/health"), ("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions")):
+        assert await answered(guard, method, path, {}) == 200
+
+
+def test_processes_of_others_code_inherit_no_control_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_KEY, "first")
+    assert CONTROL_KEY not in child_environment()
+    assert control_key() == control_key() == "first"
+    assert CONTROL_KEY not in os.environ
+    monkeypatch.setenv(CONTROL_KEY, "second")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert CONTROL_KEY not in os.environ
+    assert control_key() == "second"

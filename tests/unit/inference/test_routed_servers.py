@@ -17,10 +17,10 @@ from support.engine.tiny_lm import make_model, random_prompt, save_model
 from turnwise.errors import InferenceError
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.replica import ControlRoutes
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.inference.routing import RoutingOptions
-from turnwise.inference.wire import CONTROL_KEY
 from turnwise.types import SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -28,6 +28,7 @@ from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.engines import make_replica
+from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.sglang import PYTHON_VARIABLE, SGLangReplica, command_line, environment
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Completion, SamplingParams, TokenPrompt
@@ -35,6 +36,7 @@ from turnwise.types import Completion, SamplingParams, TokenPrompt
 ENGINE = Path(__file__).parents[3] / "turnwise" / "engine"
 SERVER = Path(__file__).parents[2] / "support" / "engine" / "sglang_server.py"
 PROMPT = TokenPrompt(np.array([5, 6, 7], np.int32))
+KEY = "key"
 SHORT, LONG = SamplingParams(max_tokens=4, seed=1), SamplingParams(max_tokens=24, seed=1)
 NAMES = ("model.embed.weight", "model.layer.weight")
 
@@ -52,6 +54,7 @@ def model(tmp_path: Path) -> Path:
 def side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The bridge's module, as SGLang's Python imports it."""
     monkeypatch.syspath_prepend(str(ENGINE / "vllm_side"))
+    monkeypatch.syspath_prepend(str(ENGINE.parent / "inference" / "guard"))
     file = ENGINE / "sglang_side" / "turnwise_sglang_serve.py"
     spec = importlib.util.spec_from_file_location("turnwise_sglang_serve", file)
     assert spec is not None
@@ -78,9 +81,12 @@ class Stack:
     async def open(self, without: tuple[str, ...] = ()) -> None:
         theirs, self.native_url = await listening(self.native.app(list(without)))
         self._client = self._side.Native(self.native_url)
+        # The bridge takes it out of the environment, as its own process does.
+        os.environ[CONTROL_KEY] = KEY
         options = argparse.Namespace(model=str(self.model), name="m", context=64, weight_version=3)
         ours, url = await listening(self._side.Bridge(self._client, options, paused=False).app())
         self._runners = [theirs, ours]
+        os.environ[CONTROL_KEY] = KEY
         config = InferenceConfig(engine="sglang", url=url)
         replica = make_replica(self.model, config, log_file=self.model / "log", url=url)
         assert isinstance(replica, SGLangReplica)
@@ -327,7 +333,7 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     plain = said()
     changed = {
         "dtype": "bfloat16", "threads": 3, "max_seqs": 7, "max_context": 50, "kv_tokens": 99, "max_batch_tokens": 77,
-        "prefix_cache": False, "log_level": "error", "device": "cpu",
+        "prefix_cache": False, "log_level": "error", "device": "cpu", "allowed_hosts": ["me"],
     }  # fmt: skip
     for key, value in changed.items():
         assert said(**{key: value}) != plain, key

@@ -66,6 +66,7 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     changed = {
         "dtype": "float32", "threads": 3, "max_seqs": 7, "max_context": 99, "kv_tokens": 64, "max_batch_tokens": 77,
         "prefix_cache": False, "host": "::1", "port": 81, "log_level": "error",
+        "allowed_hosts": ["me"],
     }  # fmt: skip
     for key, value in changed.items():
         assert said(**{key: value}) != plain, key
@@ -116,9 +117,11 @@ def test_command_line_has_the_flags_of_training(model: Path, monkeypatch: pytest
     assert line[line.index("--dtype") + 1] == "bfloat16"
     variables = environment(ServeConfig(), 0, os.environ, eager=False)
     assert not {"PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"} & variables.keys()
-    # vLLM's Python sees three files of this package, and not the packages beside it.
-    [side] = variables["PYTHONPATH"].split(os.pathsep)
-    assert {file.name for file in Path(side).glob("turnwise*")} == {
+    assert line[line.index("--middleware") + 1] == "turnwise_guard.ControlGuard"
+    # vLLM's Python sees four files of this package, and not the packages beside it.
+    folders = [Path(folder) for folder in variables["PYTHONPATH"].split(os.pathsep)]
+    assert {file.name for folder in folders for file in folder.iterdir() if file.suffix == ".py"} == {
+        "__init__.py", "turnwise_guard.py",
         "turnwise_vllm_serve.py", "turnwise_vllm_worker.py", "turnwise_weight_file.py",
     }  # fmt: skip
 
@@ -214,7 +217,6 @@ async def test_conflicting_settings_name_key_value_and_remedy(
 @pytest.mark.parametrize(
     ("package", "settings", "message"),
     [
-        ("vllm-cpu", {"allowed_hosts": ["me"]}, "allowed_hosts is ['me'], which is the built-in server's: vLLM"),
         ("vllm-cpu", {"device": "cuda"}, "inference.device is cuda, which is the built-in server's: "),
         ("vllm", {"device": "cpu"}, "inference.device is cpu, which is the built-in server's: "),
         ("vllm", {"device": "cuda:1"}, "has a vLLM for GPUs (inference.server.gpus names them)"),

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from turnwise_guard import ControlGuard, control_key
 from turnwise_vllm_serve import bind, watch_parent
 
 _GENERATE = "/inference/v1/generate"
@@ -45,10 +47,11 @@ class NativeError(Exception):
 class Native:
     """Client of SGLang's own routes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         self._url = url
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {key}"}
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=headers)
 
     async def raw(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Send a request and return the body of its answer. Raises NativeError."""
@@ -155,6 +158,7 @@ class Bridge:
     def __init__(self, native: Native, options: argparse.Namespace, *, paused: bool) -> None:
         """Create it; ``paused`` keeps requests until ``/resume``."""
         self._native = native
+        self._guard = ControlGuard()
         self._model, self._name, self._context = Path(options.model), options.name, options.context
         self.version: int = options.weight_version
         self._open = asyncio.Event()
@@ -169,7 +173,7 @@ class Bridge:
 
     def app(self) -> web.Application:
         """Return the application."""
-        application = web.Application(client_max_size=2**30, middlewares=[answer_errors])
+        application = web.Application(client_max_size=2**30, middlewares=[self._check, answer_errors])
         application.add_routes(
             [
                 web.post(_GENERATE, self._generate),
@@ -188,6 +192,13 @@ class Bridge:
             ]
         )
         return application
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if refusal := self._guard.refusal(request.method, request.path, request.raw_headers):
+            return web.Response(status=refusal[0], body=refusal[1], content_type="application/json")
+        answer: web.StreamResponse = await handler(request)
+        return answer
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -422,11 +433,14 @@ async def ready(native: Native, child: asyncio.subprocess.Process) -> None:
 
 async def serve(options: argparse.Namespace) -> int:
     """Start SGLang and the bridge, report the bridge's port, and serve until either is to end."""
-    listener, port = bind(options.host, options.port), free_port()
+    listener, port, key = bind(options.host, options.port), free_port(), secrets.token_urlsafe(32)
+    # Before SGLang starts, which need not know it.
+    control_key()
+    address = ("--host", "127.0.0.1", "--port", str(port), "--api-key", key)
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sglang.launch_server", *options.arguments, "--host", "127.0.0.1", "--port", str(port)
+        sys.executable, "-m", "sglang.launch_server", *options.arguments, *address
     )
-    native = Native(f"http://127.0.0.1:{port}")
+    native = Native(f"http://127.0.0.1:{port}", key)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import Any
 
+from turnwise_guard import control_key
+
 
 def watch_parent(descriptor: int) -> None:
     """End this process and its children when the other end of the pipe is closed."""
@@ -54,6 +56,8 @@ def main() -> None:
     os.set_inheritable(report, False)
     os.set_inheritable(lifeline, False)
     watch_parent(lifeline)
+    # Before vLLM starts processes, which need not know it.
+    control_key()
 
     import uvloop
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args

@@ -20,6 +20,7 @@ from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import PerLoop
 from turnwise.envs.rewards.matching import extract_answer, extractor, gold_answers
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, shown
+from turnwise.inference.guard.turnwise_guard import child_environment
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
 _MOST_CHARACTERS = 4000
@@ -155,6 +156,7 @@ class _Pool:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
+                env=child_environment(),
             )
             self._all.add(process)
             if not (await self._ask(process, b"")).endswith(b"\n"):

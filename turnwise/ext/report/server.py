@@ -16,7 +16,8 @@ from turnwise.errors import ConfigError, FormatError, InferenceError, TurnwiseEr
 from turnwise.ext.report.live import LiveRun, Position
 from turnwise.ext.report.page import FORMAT, live_page, unique_names
 from turnwise.ext.report.trajectories import dumped
-from turnwise.inference.process import bind, is_loopback
+from turnwise.inference.guard.turnwise_guard import is_loopback
+from turnwise.inference.process import bind
 from turnwise.version import __version__
 
 HOST: Final = "127.0.0.1"

@@ -37,6 +37,7 @@ from torch import Tensor
 from turnwise.engine.capacity import RopeLimit
 from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of
 from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
+from turnwise.inference.guard.turnwise_guard import child_environment
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts
 from turnwise.placement.local import current_placement
@@ -167,7 +168,7 @@ class RankProcesses:
             self._links.append(Connection(ours.detach()))
             self._logs.append(self._home / f"rank-{rank}.log")
             words = (theirs.fileno(), rank, ranks, device, threads, self._home / "rendezvous")
-            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            environment = {**child_environment(), "OMP_NUM_THREADS": str(threads)}
             if "lo" in (name for _, name in socket.if_nameindex()):
                 # All ranks are on this machine: no other one can connect.
                 environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

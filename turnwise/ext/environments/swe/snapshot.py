@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 
 from turnwise.append_file import private_directory, write_private
 from turnwise.errors import EnvError, TaskError
+from turnwise.inference.guard.turnwise_guard import child_environment
 
 SHIPPED: Final = "shipped:"
 """Prefix of the names of repositories that the package ships."""
@@ -207,7 +208,7 @@ def read_archive(text: str, source: str = "archive") -> dict[str, str]:
 
 def _git(folder: Path, *arguments: str, stdin: str | None = None, what: str = "") -> str:
     command = ["git", "-c", "core.autocrlf=false", "-c", "commit.gpgsign=false", *arguments]
-    environment = {**os.environ, **_IDENTITY}
+    environment = {**child_environment(), **_IDENTITY}
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         environment.pop(name, None)
     try:

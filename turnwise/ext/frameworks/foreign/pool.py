@@ -23,6 +23,7 @@ from turnwise.envs.rewards.endpoint import PerLoop
 from turnwise.errors import EnvError
 from turnwise.ext.frameworks.foreign.inside.core import Failure
 from turnwise.ext.frameworks.foreign.inside.serve import MOST_BYTES
+from turnwise.inference.guard.turnwise_guard import child_environment
 
 _SCRIPT: Final = Path(__file__).with_name("inside") / "serve.py"
 _START_SECONDS: Final = 600.0
@@ -110,7 +111,7 @@ class Worker:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     # Some environments draw by the order of sets: members of a group may be in several workers.
-                    env={"PYTHONHASHSEED": "0", **os.environ},
+                    env={"PYTHONHASHSEED": "0", **child_environment()},
                     start_new_session=True,
                 )
             except OSError as error:
