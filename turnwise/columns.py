@@ -20,9 +20,13 @@ from turnwise.trajectory import (
     read_segment,
     segment_record,
 )
+from turnwise.types import Routes
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-DTYPES = {"record": np.uint8, "segments": np.uint8, "messages": np.uint8, "token_ids": np.int32, "logprobs": np.float32}
+DTYPES = {
+    "record": np.uint8, "segments": np.uint8, "messages": np.uint8, "token_ids": np.int32, "logprobs": np.float32,
+    "routes": np.uint8,
+}  # fmt: skip
 """The columns of a trajectory:
 
 - ``record``: JSON of the trajectory without its segments
@@ -31,8 +35,10 @@ DTYPES = {"record": np.uint8, "segments": np.uint8, "messages": np.uint8, "token
 - ``messages``: JSON list of the segments' messages and tools
 - ``token_ids``: ids of all segments, one after the other
 - ``logprobs``: log-probabilities of all sampled segments, one after the other
+- ``routes``: bytes of the routed experts of all segments, one after the other
 """
 _NO_IDS = np.empty(0, np.int32)
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> Columns:
@@ -57,6 +63,7 @@ def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> 
         "messages": _bytes(dump_records(trajectory.id, messages, messages)),
         "token_ids": np.concatenate([_NO_IDS, *(segment.token_ids for segment in segments)], dtype=np.int32),
         "logprobs": np.concatenate([np.empty(0, np.float32), *scored], dtype=np.float32),
+        "routes": np.concatenate([_NO_BYTES, *(_raw(segment.routes) for segment in segments)], dtype=np.uint8),
     }
 
 
@@ -70,13 +77,18 @@ def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajector
     trajectory = Trajectory.from_bytes(row["record"].tobytes())
     if "token_ids" not in row:
         return trajectory
-    ids, logprobs = row["token_ids"], row["logprobs"]
+    ids, logprobs, raw = row["token_ids"], row["logprobs"], row["routes"]
     try:
         shapes = orjson.loads(row["segments"].tobytes())
         texts = orjson.loads(row["messages"].tobytes()) if "messages" in row else [{"messages": ()}] * len(shapes)
         for shape, messages in zip(shapes, texts, strict=True):
             count, scored = shape.pop("lengths")
             tokens = {"token_ids": ids[:count], "logprobs": None if scored is None else logprobs[:scored]}
+            if (routed := shape.pop("routed", None)) is not None:
+                dtype, layers, chosen = routed
+                size = count * layers * chosen * np.dtype(dtype).itemsize
+                tokens["routes"] = raw[:size].view(dtype).reshape(count, layers, chosen)
+                raw = raw[size:]
             trajectory.segments.append(read_segment({**shape, **messages, **tokens}, media))
             ids, logprobs = ids[count:], logprobs[scored or 0 :]
     except (KeyError, TypeError, ValueError) as error:
@@ -87,10 +99,18 @@ def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajector
 
 
 def _shape(segment: Segment, media: WriteMedia | None) -> dict[str, Any]:
-    record = segment_record(replace(segment, token_ids=_NO_IDS, logprobs=None, messages=(), tools=None), media)
+    bare = replace(segment, token_ids=_NO_IDS, logprobs=None, messages=(), tools=None, routes=None)
+    record = segment_record(bare, media)
+    routes = segment.routes
+    if routes is not None:
+        record["routed"] = [routes.dtype.str, *routes.shape[1:]]
     scored = None if segment.logprobs is None else len(segment.logprobs)
     shape = {name: value for name, value in record.items() if name not in ("token_ids", "logprobs", "messages")}
     return {**shape, "lengths": [len(segment.token_ids), scored]}
+
+
+def _raw(routes: Routes | None) -> npt.NDArray[np.uint8]:
+    return _NO_BYTES if routes is None else np.frombuffer(routes.tobytes(), np.uint8)
 
 
 def _bytes(data: bytes) -> npt.NDArray[np.uint8]:

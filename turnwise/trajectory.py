@@ -6,7 +6,7 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -15,7 +15,21 @@ import orjson
 
 from turnwise.errors import FormatError, TrainError
 from turnwise.images import data_uri
-from turnwise.types import Branch, FinishReason, Logprobs, Media, RewardEvent, Search, StopReason, TokenIds, VersionSpan
+from turnwise.types import (
+    Branch,
+    FinishReason,
+    Logprobs,
+    Media,
+    RewardEvent,
+    Routes,
+    Search,
+    StopReason,
+    TokenIds,
+    VersionSpan,
+    decode_routes,
+    encode_routes,
+    join_routes,
+)
 
 SegmentKind = Literal["context", "sampled"]
 
@@ -40,6 +54,7 @@ class Segment:
         left_out: Sampled segments only: spans of ids that the agent dropped from its history and that are not trained;
             None for no such ids.
         media: Images of the ids, with positions in this segment; without ids (a recording of text) all at 0.
+        routes: The experts that a mixture model chose for the ids, or None.
     """
 
     index: int
@@ -56,6 +71,7 @@ class Segment:
     template_args: dict[str, Any] | None = None
     left_out: tuple[tuple[int, int], ...] | None = None
     media: tuple[Media, ...] = ()
+    routes: Routes | None = None
 
     @property
     def sampled(self) -> bool:
@@ -110,6 +126,8 @@ def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[st
         else:
             for entry, image in zip(record["media"], segment.media, strict=True):
                 entry.append(base64.b64encode(image.data).decode())
+    if segment.routes is not None:
+        record["routes"] = encode_routes(segment.routes)
     return record | {name: value for name in _RARE_FIELDS if (value := getattr(segment, name)) is not None}
 
 
@@ -120,7 +138,7 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
     """
     logprobs = record.get("logprobs")
     tools, template_args = record.get("tools"), record.get("template_args")
-    left_out = record.get("left_out")
+    left_out, routes = record.get("left_out"), record.get("routes")
     return Segment(
         index=record["index"],
         parent=record["parent"],
@@ -136,6 +154,7 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
         template_args=json.loads(template_args) if isinstance(template_args, str) else template_args,
         left_out=None if left_out is None else tuple((int(start), int(end)) for start, end in left_out),
         media=tuple(_read_media(image, media) for image in record.get("media", ())),
+        routes=decode_routes(routes) if isinstance(routes, str) else routes,
     )
 
 
@@ -435,6 +454,7 @@ class TrainSample:
         group_id: Its group.
         leaf: Index of the leaf segment.
         media: Images, with positions in the row.
+        routes: The experts of the ids, if they are to be replayed and any were reported.
     """
 
     input_ids: TokenIds
@@ -446,6 +466,7 @@ class TrainSample:
     group_id: str
     leaf: int
     media: tuple[Media, ...] = ()
+    routes: Routes | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -474,7 +495,11 @@ class Samples:
 
 
 def to_samples(
-    trajectory: Trajectory, *, max_tokens: int | None = None, keep: Callable[[Sequence[Segment]], bool] | None = None
+    trajectory: Trajectory,
+    *,
+    max_tokens: int | None = None,
+    keep: Callable[[Sequence[Segment]], bool] | None = None,
+    routes: bool = False,
 ) -> Samples:
     """Return one row per leaf; each sampled id is trained in exactly one of them.
 
@@ -484,6 +509,7 @@ def to_samples(
         trajectory: The trajectory.
         max_tokens: Rows are cut to this many ids.
         keep: Filters rows by the leaf's path.
+        routes: Whether rows have the experts that servers reported, for the model that sampled them.
 
     Raises:
         TrainError: The trajectory was recorded as text.
@@ -500,6 +526,8 @@ def to_samples(
         if keep is not None and not keep(path):
             continue
         row = _row(trajectory, path, numbers, owned, max_tokens)
+        if routes and (reported := path_routes(path)) is not None:
+            row = replace(row, routes=reported[: len(row.input_ids)])
         if row.trained_tokens == 0:
             empty += 1
             continue
@@ -544,6 +572,11 @@ def _row(
         path[-1].index,
         tuple(image for image in media if image.end <= length),
     )
+
+
+def path_routes(path: Sequence[Segment]) -> Routes | None:
+    """Return the routed experts of the ids of a path of segments, None where none were reported."""
+    return join_routes([(len(segment.token_ids), segment.routes) for segment in path])
 
 
 def path_media(path: Sequence[Segment]) -> tuple[Media, ...]:

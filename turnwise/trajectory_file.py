@@ -9,7 +9,7 @@ has, little-endian,
 - ``crc`` (uint32): crc32 of ``length``, ``dictionary`` and the frame
 - ``dictionary`` (uint64): offset of the dictionary's record plus 1; 0 for none
 
-A trajectory's frame holds five lengths (uint32) and the columns of ``turnwise/columns.py`` in the order of ``DTYPES``,
+A trajectory's frame holds six lengths (uint32) and the columns of ``turnwise/columns.py`` in the order of ``DTYPES``,
 numbers by bytes of equal significance. The dictionary is made once from the first trajectories: what they have in
 common (system prompts, tools, names of fields) is then stored once.
 
@@ -45,7 +45,7 @@ TRAJECTORIES = "trajectories.twz"
 
 _MARK = b"TWZ\x01"
 _HEAD = struct.Struct("<4scIIQ")
-_LENGTHS = struct.Struct("<5I")
+_LENGTHS = struct.Struct("<6I")
 _LEVEL = 3
 _SEARCH = 2**20
 _SAMPLES, _SAMPLE_TEXT, _SAMPLE_IDS = 16, 8192, 4096
@@ -247,7 +247,7 @@ def _frame_parts(columns: Columns) -> list[bytes]:
     lengths = _LENGTHS.pack(*(len(part) for part in parts))
     return [
         lengths + b"".join(part.tobytes() for part in parts[:3]),
-        *(part.view(np.uint8).reshape(-1, 4).T.tobytes() for part in parts[3:]),
+        *(part.view(np.uint8).reshape(-1, part.itemsize).T.tobytes() for part in parts[3:]),
     ]
 
 

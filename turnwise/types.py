@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Required, TypeAlias, TypedDict
+from typing import Any, Literal, Required, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,14 @@ MediaKind: TypeAlias = Literal["image", "audio", "video"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Logprobs: TypeAlias = npt.NDArray[np.float32]
+Routes: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+"""The experts that a mixture model chose for tokens, of shape [tokens, layers, k], of uint8 or uint16.
+
+A row holds by decoder layer the ids of the k experts, zeros in layers without experts. It stands beside the token that
+was predicted, one place behind the token whose state the experts computed: a completion has a row for each of its ids,
+the first id of a prompt has none. A row whose entries all are the largest number of the type was not recorded: no token
+has an expert twice.
+"""
 Json: TypeAlias = Any
 """A value that ``json.loads`` can return."""
 
@@ -176,6 +186,8 @@ class SamplingParams:
         seed: Seed of the counter-based generator, keyed by (seed, position); None lets the server choose.
         ignore_eos: Continue past stop ids (benchmarks only).
         guide: Structured output, or None. Log-probabilities are those without it.
+        routes_from: First token of the prompt whose routed experts are reported, where servers report any; set by the
+            session, which has those before.
     """
 
     temperature: float = 1.0
@@ -188,6 +200,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     guide: Guide | None = None
+    routes_from: int | None = None
 
 
 VersionSpan: TypeAlias = tuple[int, int, int]
@@ -204,14 +217,15 @@ class Completion:
             temperature, before any truncation (top-k, top-p, min-p, a guide). At temperature 0: of the raw logits.
         finish_reason: How it ended.
         weight_versions: Spans that cover all ids in order, without gaps.
-        routed_experts: int16 of shape [tokens, layers, top_k] for mixture models whose server reports it.
+        routed_experts: Routes of the prompt from ``routes_from`` on, and of the ids (:data:`Routes`); None
+            where the server reports none.
     """
 
     token_ids: TokenIds
     logprobs: Logprobs
     finish_reason: FinishReason
     weight_versions: tuple[VersionSpan, ...]
-    routed_experts: npt.NDArray[np.int16] | None = None
+    routed_experts: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +238,7 @@ class TokenDelta:
         weight_version: Weight version of the last of these ids; None where the server reports it at the end only.
         finish_reason: Set on the last chunk only.
         weight_versions: On the last chunk: the spans of the whole completion.
+        routed_experts: On the last chunk: the routes of the whole completion.
     """
 
     token_ids: TokenIds
@@ -231,6 +246,7 @@ class TokenDelta:
     weight_version: int | None
     finish_reason: FinishReason | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
+    routed_experts: Routes | None = None
 
 
 RewardEvent = tuple[str | None, str, float]
@@ -290,3 +306,90 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content if part.get("type", "text") == "text")
+
+
+# What families call the experts of a layer, and those of a token.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """How a mixture model routes.
+
+    Attributes:
+        layers: Decoder layers, those without experts included.
+        experts: Experts of a layer.
+        chosen: Experts that compute a token.
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self | None:
+        """Return the shape by a model's ``config.json``; None for a model without experts."""
+        settings = settings.get("text_config") or settings
+        sizes = [
+            next((settings[name] for name in names if isinstance(settings.get(name), int)), 0)
+            for names in (("num_hidden_layers",), _EXPERTS, _CHOSEN)
+        ]
+        return cls(*sizes) if all(sizes) else None
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16]:
+        """The type of its routes."""
+        return np.uint8 if self.experts <= 256 else np.uint16
+
+    def mismatch(self, routes: Routes) -> str | None:
+        """Return what tells routes from those of this model, if anything does."""
+        _, layers, chosen = routes.shape
+        if (layers, chosen) != (self.layers, self.chosen):
+            return f"{layers} layers with {chosen} experts a token, not {self.layers} with {self.chosen}"
+        highest = int(routes[recorded(routes)].max(initial=0))
+        return f"expert {highest}, where each layer has {self.experts}" if highest >= self.experts else None
+
+
+def recorded(routes: Routes) -> npt.NDArray[np.bool_]:
+    """Return which rows were recorded, bool of shape [tokens]."""
+    rows: npt.NDArray[np.bool_] = (routes != np.iinfo(routes.dtype).max).any(axis=(1, 2))
+    return rows
+
+
+def unrecorded(tokens: int, like: Routes) -> Routes:
+    """Return so many rows that were not recorded, of the shape and type of other routes."""
+    return np.full((tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
+def last_rows(routes: Routes, tokens: int) -> Routes:
+    """Return the last ``tokens`` rows; what there is not in front is not recorded."""
+    missing = max(0, tokens - len(routes))
+    rows = routes[len(routes) - tokens + missing :]
+    return np.concatenate([unrecorded(missing, routes), rows]) if missing else rows
+
+
+def join_routes(parts: Sequence[tuple[int, Routes | None]]) -> Routes | None:
+    """Return the routes of (tokens, routes) one after the other, None where no part has any."""
+    like = next((routes for _, routes in parts if routes is not None), None)
+    if like is None:
+        return None
+    return np.concatenate([unrecorded(tokens, like) if routes is None else routes for tokens, routes in parts])
+
+
+def encode_routes(routes: Routes) -> str:
+    """Return routes as vLLM's servers send them: the bytes of an ``.npy`` file in Base64."""
+    out = io.BytesIO()
+    np.save(out, np.ascontiguousarray(routes), allow_pickle=False)
+    return base64.b64encode(out.getbuffer()).decode()
+
+
+def decode_routes(text: Any) -> Routes:
+    """Return the routes of :func:`encode_routes`. Raises ValueError for anything else."""
+    try:
+        routes: Routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (TypeError, EOFError, OSError) as error:
+        raise ValueError(f"routed experts are no .npy array in Base64: {error}") from error
+    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
+        raise ValueError(f"routed experts are {routes.dtype} of shape {routes.shape}, not uint8 [tokens, layers, k]")
+    return routes

@@ -29,6 +29,7 @@ from turnwise.engine.attention import (
 )
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory, rope_limit
+from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
@@ -113,18 +114,24 @@ class CausalLM:
         eos_ids: EOS ids of the checkpoint's generation config.
         vision: Its vision tower; None where it takes text only.
         adapters: Adapters that requests name.
+        routers: The routers of a mixture of experts; None for another model, or where they cannot be followed.
+        keeps_routes: Whether what they choose is kept after each step.
     """
 
-    def __init__(self, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> None:
+    def __init__(
+        self, path: str | Path, *, dtype: str = "auto", device: str = "auto", routed_experts: bool = False
+    ) -> None:
         """Load a checkpoint.
 
         Args:
             path: Directory in Hugging Face format, or of an adapter, which is merged into its model.
             dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+            routed_experts: Whether the experts of each token are kept, for requests that ask for them.
 
         Raises:
-            InferenceError: The checkpoint is unreadable, or the engine does not compute its architecture exactly.
+            InferenceError: The checkpoint is unreadable, the engine does not compute its architecture exactly, or its
+                experts cannot be kept.
             MissingExtraError: transformers is not installed.
         """
         try:
@@ -166,8 +173,11 @@ class CausalLM:
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
-        self.geometry = self._probe()
+        with Routers.search(self._model, self._config.to_dict()) as found:
+            self.geometry = self._probe()
+        self.routers: Routers | None = next(iter(found), None)
         self._verify()
+        self.keeps_routes = routed_experts and self._watch_routers()
 
     def forward(
         self,
@@ -324,6 +334,16 @@ class CausalLM:
             raise InferenceError(
                 f"{self._architecture} cannot run in the built-in engine: {error}; {_REMEDY}"
             ) from error
+
+    def _watch_routers(self) -> bool:
+        """Keep what routers choose. Raises InferenceError."""
+        if self.routers is None:
+            raise InferenceError(
+                f"routed_experts is true, but {self._architecture} has no experts, or chooses them in a way that "
+                "cannot be followed: set it to false (inference.routed_experts of a run)"
+            )
+        self.routers.watch()
+        return True
 
     @property
     def _architecture(self) -> str:

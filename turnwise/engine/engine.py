@@ -29,6 +29,7 @@ from turnwise.engine.batching.prompt_images import PromptImages
 from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
+from turnwise.engine.experts.route_rows import RouteRows
 from turnwise.engine.sampling import sample
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Logprobs
@@ -133,6 +134,7 @@ class Engine:
             prefix_cache=prefix_cache,
         )
         self._images = None if model.vision is None else PromptImages(model.vision)
+        self._cache.routes = RouteRows() if model.keeps_routes else None
         self._graphs = DecodeGraphs.of(model, self._cache, max_seqs, decode_kernels)
         # Of the served model and of each adapter, by number.
         self._versions: dict[int, int] = {0: weight_version}
@@ -263,6 +265,9 @@ class Engine:
             scoring, targets = self._targets(step)
             keep = np.concatenate([step.keep, scoring]) if len(scoring) else step.keep
             logits = self._forward(step, keep, plain=not len(scoring))
+            if self._cache.routes is not None and self.model.routers is not None:
+                starts = self._cache.cached[step.slots]
+                self._cache.routes.write(step.slots, starts, step.sizes, self.model.routers.take())
             if len(scoring):
                 self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
             self._advance(step, logits[: len(step.keep)])

@@ -313,7 +313,7 @@ class App:
 def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
     logprobs = output.logprobs if request.logprobs else None
     return wire.encode_choice(
-        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions
+        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions, output.routes
     )
 
 
@@ -376,7 +376,7 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
-    model = CausalLM(spec.model, dtype=config.dtype, device=config.device)
+    model = CausalLM(spec.model, dtype=config.dtype, device=config.device, routed_experts=config.routed_experts)
     try:
         engine = Engine(
             model,

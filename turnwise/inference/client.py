@@ -26,6 +26,7 @@ from turnwise.types import (
     FinishReason,
     Logprobs,
     Media,
+    Routes,
     SamplingParams,
     TokenDelta,
     TokenIds,
@@ -57,18 +58,30 @@ class _Progress:
     part_spans: tuple[VersionSpan, ...] | None = None
     version: int | None = None
     empty_aborts: int = 0
+    routes: list[Routes] = field(default_factory=list)
+    part_routes: list[Routes] = field(default_factory=list)
+
+    @property
+    def routes_from(self) -> int | None:
+        """The first token whose routes the part that begins here reports; None where none are asked for."""
+        start = self.params.routes_from
+        return start if start is None or not self.named else len(self.prompt) + self.named
 
     def body(self, *, stream: int, model: str | None, features: dict[str, Any] | None = None) -> bytes:
         params = self.params
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
+        params = replace(params, routes_from=self.routes_from)
         token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
         return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model, features=features)
 
-    def add(self, token_ids: TokenIds, logprobs: Logprobs, spans: tuple[VersionSpan, ...] | None) -> None:
-        self.token_ids.append(token_ids)
-        self.logprobs.append(logprobs)
-        self.sampled += len(token_ids)
+    def add(self, choice: wire.Choice) -> None:
+        self.token_ids.append(choice.token_ids)
+        self.logprobs.append(choice.logprobs)
+        self.sampled += len(choice.token_ids)
+        if choice.routes is not None:
+            self.part_routes.append(choice.routes)
+        spans = choice.spans
         if self.version is not None:
             # The name that was asked for has one version, whatever the server says of its model's.
             spans = ((self.version, 0, self.sampled - self.named),) if self.sampled > self.named else ()
@@ -76,7 +89,7 @@ class _Progress:
 
     def drop(self) -> None:
         """Discard what was sampled: a grammar cannot resume in the middle."""
-        self.token_ids, self.logprobs, self.spans = [], [], []
+        self.token_ids, self.logprobs, self.spans, self.routes = [], [], [], []
         self.sampled = self.named = 0
 
     def drop_part(self) -> None:
@@ -84,6 +97,7 @@ class _Progress:
         while self.sampled > self.named:
             self.sampled -= len(self.token_ids.pop())
             self.logprobs.pop()
+        self.part_routes.clear()
 
     def end_part(self, url: str) -> None:
         """Take over the version spans of the part that ends here, relative to its start; None means version 0."""
@@ -96,7 +110,23 @@ class _Progress:
             goes_on = bool(self.spans) and self.spans[-1][0] == version
             first = self.spans.pop()[1] if goes_on else start + begin
             self.spans.append((version, first, end + begin))
+        if self.params.routes_from is not None:
+            self._take_routes(url)
         self.named, self.part_spans = self.sampled, None
+
+    def _take_routes(self, url: str) -> None:
+        """Take over the routes of the part that ends here, and of the prompt before the first."""
+        routes, self.part_routes = self.part_routes, []
+        if self.sampled == self.named:
+            return
+        missing = len(self.prompt) + self.sampled - max(1, self.routes_from or 0) - sum(map(len, routes))
+        if missing or len({part.shape[1:] for part in routes}) > 1:
+            raise InferenceError(
+                f"{url} answered {self.sampled - self.named} ids without the routed experts of {missing} tokens: "
+                "inference.routed_experts is true, so launch its servers with it (vLLM: --enable-return-routed-experts)"
+                ", or set it to false"
+            )
+        self.routes += routes
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
@@ -104,7 +134,11 @@ class _Progress:
             logprobs=self.logprobs[0] if len(self.logprobs) == 1 else np.concatenate(self.logprobs),
             finish_reason=finish_reason,
             weight_versions=tuple(self.spans),
+            routed_experts=self.all_routes(),
         )
+
+    def all_routes(self) -> Routes | None:
+        return np.concatenate(self.routes) if self.routes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +232,7 @@ class HTTPClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion; see :meth:`LLMClient.generate`."""
-        progress = _start(prompt, params)
+        progress = self._start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         interval = self._report_interval(params)
         async with self._deadline(progress, request):
@@ -209,7 +243,7 @@ class HTTPClient(LLMClient):
             while True:
                 raw, number, url = await self._post(progress, request, guided=params.guide is not None)
                 choice = wire.decode_response(_parse(raw, url), url)
-                progress.add(choice.token_ids, choice.logprobs, choice.spans)
+                progress.add(choice)
                 finish_reason = self._end_part(progress, choice.finish_reason, number, url)
                 if finish_reason is not None:
                     return progress.completion(finish_reason)
@@ -221,7 +255,7 @@ class HTTPClient(LLMClient):
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
-        progress = _start(prompt, params)
+        progress = self._start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         started_at = asyncio.get_running_loop().time()
         async with aclosing(self._deltas(progress, request, interval=1, streamed=True)) as deltas:
@@ -232,6 +266,12 @@ class HTTPClient(LLMClient):
                 if delta is None:
                     return
                 yield delta
+
+    def _start(self, prompt: TokenPrompt, params: SamplingParams) -> _Progress:
+        _check_request(params)
+        if not self._routing.routed_experts:
+            params = replace(params, routes_from=None)
+        return _Progress(params, prompt.token_ids, prompt.media)
 
     async def _deltas(
         self, progress: _Progress, request: RoutedRequest, *, interval: int, streamed: bool
@@ -247,7 +287,7 @@ class HTTPClient(LLMClient):
                     self._open_stream(url, progress, request.session_id, interval) as events,
                 ):
                     async for choice in events:
-                        progress.add(choice.token_ids, choice.logprobs, choice.spans)
+                        progress.add(choice)
                         if choice.finish_reason is not None:
                             break
                         self._versions_in_events = self._versions_in_events and progress.part_spans is not None
@@ -268,6 +308,7 @@ class HTTPClient(LLMClient):
                     _latest(all_spans),
                     finish_reason,
                     () if finish_reason is None else all_spans,
+                    None if finish_reason is None else progress.all_routes(),
                 )
             if finish_reason is not None:
                 return
@@ -278,8 +319,8 @@ class HTTPClient(LLMClient):
         """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
         interval = self._routing.resume_tokens
         short = params.max_tokens is not None and params.max_tokens <= interval
-        # A grammar cannot resume in the middle.
-        useless = short or params.guide is not None or not self._versions_in_events
+        # A grammar cannot resume in the middle, and routes are reported at the end.
+        useless = short or params.guide is not None or self._routing.routed_experts or not self._versions_in_events
         return 0 if len(self._urls) == 1 or useless else interval
 
     def _end_part(self, progress: _Progress, reason: FinishReason | None, number: int, url: str) -> FinishReason | None:
@@ -294,7 +335,8 @@ class HTTPClient(LLMClient):
     ) -> None:
         """End a part whose server failed. Raises InferenceError if what was shown cannot be resumed."""
         where = self._where(request)
-        if progress.sampled > progress.named and progress.part_spans is None:
+        reported = progress.part_spans is not None and progress.params.routes_from is None
+        if progress.sampled > progress.named and not reported:
             if streamed:
                 raise InferenceError(
                     f"{where} ended a stream before reporting which weights sampled it: {error}"
@@ -501,12 +543,11 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _start(prompt: TokenPrompt, params: SamplingParams) -> _Progress:
+def _check_request(params: SamplingParams) -> None:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
-    return _Progress(params, prompt.token_ids, prompt.media)
 
 
 def _check_free(progress: _Progress, url: str) -> None:

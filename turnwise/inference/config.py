@@ -72,6 +72,8 @@ class InferenceConfig(Section):
             ``max_context`` tokens if that is more.
         max_batch_tokens: Maximum tokens of one forward pass; longer prompts are prefilled in chunks.
         prefix_cache: Whether KV caches of shared prefixes are reused.
+        routed_experts: Router replay: servers report the experts that a mixture model chose for each token, and the
+            trainer chooses the same.
         max_restarts: Restarts of a server within an hour; one more death ends the run.
         routing: Limits of the requests to one server, and of their time.
         server: Settings of vLLM's and SGLang's servers alone.
@@ -89,6 +91,7 @@ class InferenceConfig(Section):
     kv_tokens: int | None = Field(default=None, ge=32)
     max_batch_tokens: int = Field(default=2048, ge=16)
     prefix_cache: bool = True
+    routed_experts: bool = False
     max_restarts: int = Field(default=1, ge=0)
     routing: RoutingConfig = RoutingConfig()
     server: EngineServerConfig = EngineServerConfig()

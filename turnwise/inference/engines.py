@@ -22,6 +22,7 @@ from turnwise.inference.guard.turnwise_guard import ALLOWED_HOSTS
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
 from turnwise.plugins import check_contract, load_object, registering
+from turnwise.types import RouteShape
 
 R = TypeVar("R", bound=type[Replica])
 
@@ -251,6 +252,8 @@ async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
             f"inference.custom is {config.custom!r}, which is for engines of others, and inference.engine is "
             f"{config.engine}: remove it"
         )
+    if config.routed_experts:
+        _check_routes(model, config)
     warnings = await find_engine(config.engine).check(model, config)
     on_cpu = config.device == CPU or not _GPU.exists()
     if on_cpu and not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
@@ -260,6 +263,21 @@ async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
             "twice the memory of the weights"
         )
     return warnings
+
+
+def _check_routes(model: Path, config: InferenceConfig) -> None:
+    """Check that a model has routes, and its engine reports them. Raises ConfigError."""
+    settings = model_settings(model)
+    if settings and RouteShape.of(settings) is None:
+        raise ConfigError(
+            f"inference.routed_experts is true, but {model} ({settings.get('model_type')}) has no experts, or not the "
+            "same number of them for each token: remove it"
+        )
+    if config.engine == "sglang":
+        raise ConfigError(
+            "inference.routed_experts is true, but inference.engine is sglang, whose servers do not report experts "
+            "here: set it to builtin or vllm, or remove routed_experts"
+        )
 
 
 async def check_engine(model: Path, config: InferenceConfig) -> None:

@@ -263,7 +263,10 @@ class ReplicaSet:
 
 
 def _routing(config: InferenceConfig) -> RoutingOptions:
-    return RoutingOptions(max_requests=config.routing.max_requests, deadline=config.routing.deadline)
+    limits = config.routing
+    return RoutingOptions(
+        max_requests=limits.max_requests, deadline=limits.deadline, routed_experts=config.routed_experts
+    )
 
 
 async def _launch(replica: Replica, updates: bool) -> None:

@@ -78,6 +78,7 @@ class RoutingOptions:
         eject_after: Failed connections or health checks in a row after which a server gets no more requests.
         health_interval: Seconds between health checks, which also readmit a server.
         health_timeout: Seconds within which a server has to answer one.
+        routed_experts: Whether servers report the experts of each token, for requests that ask for them.
     """
 
     policy: Literal["affinity", "least_loaded", "round_robin"] = "affinity"
@@ -89,6 +90,7 @@ class RoutingOptions:
     eject_after: int = 2
     health_interval: float = 1.0
     health_timeout: float = 30.0
+    routed_experts: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -112,8 +112,12 @@ class ScriptedClient(LLMClient):
         for position in range(last_position + 1):
             piece = slice(position, position + 1)
             token_ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
-            ending = (completion.finish_reason, completion.weight_versions) if position == last_position else (None, ())
-            yield TokenDelta(token_ids, logprobs, versions[position] if versions else None, *ending)
+            version = versions[position] if versions else None
+            if position < last_position:
+                yield TokenDelta(token_ids, logprobs, version)
+            else:
+                ending = (completion.finish_reason, completion.weight_versions, completion.routed_experts)
+                yield TokenDelta(token_ids, logprobs, version, *ending)
 
     async def model_info(self) -> ModelInfo:
         """Return a model of the configured context length."""

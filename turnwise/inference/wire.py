@@ -19,7 +19,17 @@ import orjson
 from turnwise.errors import FormatError, InferenceError, shown
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 from turnwise.seeding import stable_hash
-from turnwise.types import FinishReason, Guide, Logprobs, SamplingParams, TokenIds, VersionSpan
+from turnwise.types import (
+    FinishReason,
+    Guide,
+    Logprobs,
+    Routes,
+    SamplingParams,
+    TokenIds,
+    VersionSpan,
+    decode_routes,
+    encode_routes,
+)
 
 GENERATE = "/inference/v1/generate"
 LOAD = "/load"
@@ -44,6 +54,7 @@ def encode_choice(
     finish_reason: str | None,
     stop_reason: int | str | None,
     weight_versions: Sequence[VersionSpan],
+    routes: Routes | None = None,
 ) -> dict[str, Any]:
     """Return ``choices[0]`` of a response."""
     ids = token_ids.tolist()
@@ -61,6 +72,7 @@ def encode_choice(
         "weight_versions": [
             {"version": str(version), "start": start, "end": end} for version, start, end in weight_versions
         ],
+        **({} if routes is None else {"routed_experts": encode_routes(routes)}),
     }
 
 
@@ -73,12 +85,14 @@ class Choice:
         logprobs: float32 of shape [tokens].
         finish_reason: None while a stream is open.
         spans: Over the whole completion; None if the server reports none.
+        routes: Of the tokens that were computed since the last choice; None if the server reports none.
     """
 
     token_ids: TokenIds
     logprobs: Logprobs
     finish_reason: FinishReason | None
     spans: tuple[VersionSpan, ...] | None
+    routes: Routes | None = None
 
 
 def decode_response(body: Any, url: str) -> Choice:
@@ -104,6 +118,8 @@ def _decode_choice(body: Any, url: str) -> Choice:
         token_ids = np.array(choice["token_ids"] or [], dtype=np.int32)
         logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
         spans = decode_spans(choice.get("weight_versions"))
+        encoded = choice.get("routed_experts")
+        routes = None if encoded is None else decode_routes(encoded)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InferenceError(f"{url} returned no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
@@ -114,7 +130,7 @@ def _decode_choice(body: Any, url: str) -> Choice:
         raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
-    return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans)
+    return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans, routes)
 
 
 def encode_load(requests: int) -> dict[str, int]:
@@ -304,7 +320,7 @@ _NEUTRAL: dict[str, Any] = {
 _OURS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos",
-        "logprobs", "prompt_logprobs", "structured_outputs", "stream_interval",
+        "logprobs", "prompt_logprobs", "structured_outputs", "stream_interval", "routed_experts_prompt_start",
     }
 )  # fmt: skip
 
@@ -380,6 +396,9 @@ def encode_request(
         sampling["stop_token_ids"] = params.stop_token_ids
     if params.guide is not None:
         sampling["structured_outputs"] = {"structural_tag": params.guide.tag}
+    if params.routes_from is not None:
+        # A token's routes are those of the state before it, and servers count states.
+        sampling["routed_experts_prompt_start"] = max(0, params.routes_from - 1)
     body: dict[str, Any] = {"token_ids": np.ascontiguousarray(token_ids), "sampling_params": sampling}
     if stream:
         body["stream"] = True
@@ -506,6 +525,9 @@ def _decode_sampling(fields: Mapping[str, Any], stop_strings: bool) -> SamplingP
     if seed is not None and type(seed) is not int:
         raise BadRequest("sampling_params.seed", f"sampling_params.seed must be an integer, not {short(seed)}")
     max_tokens = None if fields.get("max_tokens") is None else _integer(fields, "max_tokens", 1, at_least=1)
+    routes_start = fields.get("routed_experts_prompt_start")
+    if routes_start is not None:
+        routes_start = 1 + _integer(fields, "routed_experts_prompt_start", 0, at_least=0)
     if fields.get("structured_outputs") is not None and fields.get("ignore_eos"):
         raise BadRequest(
             "sampling_params.ignore_eos", "ignore_eos cannot be combined with structured output: leave it out"
@@ -521,6 +543,7 @@ def _decode_sampling(fields: Mapping[str, Any], stop_strings: bool) -> SamplingP
         seed=seed,
         ignore_eos=bool(fields.get("ignore_eos")),
         guide=_decode_guide(fields.get("structured_outputs")),
+        routes_from=routes_start,
     )
 
 

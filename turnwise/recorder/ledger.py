@@ -239,6 +239,7 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
         np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
         pieces[-1].finish_reason or "error",
         pieces[-1].weight_versions,
+        pieces[-1].routed_experts,
     )
 
 

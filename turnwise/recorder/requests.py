@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnwise.model.canonical import Canonical
 from turnwise.model.core import Renderer
 from turnwise.recorder.tree import Match, PromptPlacement
-from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenPrompt
+from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenPrompt, last_rows
 
 
 @dataclass(slots=True)
@@ -25,6 +25,18 @@ class PendingRequest:
     key: str = ""
     began: float = field(default_factory=time.time)
     _clock: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        # Tokens that earlier requests had are recorded with their routes.
+        self.params = replace(self.params, routes_from=self.placement().known_tokens)
+
+    def routed_match(self, completion: Completion) -> Match:
+        """Return the match, a new context of it with its routes."""
+        routes, match = completion.routed_experts, self.match
+        if routes is None or match.context is not None:
+            return match
+        before = routes[: len(routes) - len(completion.token_ids)]
+        return replace(match, routes=last_rows(before, len(match.token_ids)))
 
     def times(self) -> tuple[float, float]:
         """Return when it began and the present, in seconds since 1970; a clock that is set does not change the time."""

@@ -549,7 +549,7 @@ class Session:
         )
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
-        match = request.match
+        match = request.routed_match(completion)
         reason = None
         if match.context is not None or self._tree.siblings(match.parent):
             branched = "branch" if self._prefix is not None and not self.sampled_turns else None
@@ -593,6 +593,7 @@ class Session:
                 turn_id=turn_id,
                 fork=reason if self._tree.siblings(parent) else None,
                 media=() if sampled else match.media,
+                routes=None if sampled else match.routes,
             ),
             token_ids,
         )

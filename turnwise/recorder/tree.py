@@ -13,7 +13,17 @@ from turnwise.errors import SessionError
 from turnwise.model.canonical import Canonical, argument_values, is_turn
 from turnwise.recorder.matching import RootKey, same_context, same_message
 from turnwise.trajectory import Segment
-from turnwise.types import Completion, FinishReason, Logprobs, Media, TokenIds, ToolSchema, VersionSpan
+from turnwise.types import (
+    Completion,
+    FinishReason,
+    Logprobs,
+    Media,
+    Routes,
+    TokenIds,
+    ToolSchema,
+    VersionSpan,
+    last_rows,
+)
 
 NO_IDS: TokenIds = np.zeros(0, np.int32)
 NO_IDS.flags.writeable = False
@@ -26,11 +36,14 @@ class Sampled(NamedTuple):
     logprobs: Logprobs
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    routes: Routes | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> Sampled:
         """Return a completion without its ids."""
-        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason)
+        routes = completion.routed_experts
+        own = None if routes is None else last_rows(routes, len(completion.token_ids))
+        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason, own)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +61,7 @@ class Node:
         turn_id: Sampled nodes only.
         fork: Fork reason, if it is not its parent's only child.
         media: Images, with positions in its own ids.
+        routes: Routed experts of the ids; contexts only. None where no server reported them.
         store: Ids of all nodes in commit order, as int32 bytes; consecutive nodes of a path are one slice.
         store_start: Start of its ids in ``store``.
         store_end: End of its ids.
@@ -68,6 +82,7 @@ class Node:
     turn_id: str | None = None
     fork: str | None = None
     media: tuple[Media, ...] = ()
+    routes: Routes | None = None
     store: bytearray = field(default_factory=bytearray)
     store_start: int = 0
     store_end: int = 0
@@ -158,6 +173,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
             tools=tools,
             template_args=template_args or None,
             media=node.media,
+            routes=node.routes,
         )
     return Segment(
         index=node.index,
@@ -170,6 +186,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
         weight_versions=completion.weight_versions,
         finish_reason=completion.finish_reason,
         fork=node.fork,
+        routes=completion.routes,
     )
 
 
@@ -186,6 +203,7 @@ class Match:
         commits: Number of nodes at matching time.
         key: Root key of the request.
         media: Images of the context, with positions in its ids.
+        routes: Routed experts of the context, once they are known.
     """
 
     parent: Node | None
@@ -197,6 +215,7 @@ class Match:
     key: RootKey
     tools: tuple[ToolSchema, ...]
     media: tuple[Media, ...] = ()
+    routes: Routes | None = None
 
 
 def with_call_ids(turn: Node, new: Sequence[Canonical]) -> tuple[Canonical, ...]:

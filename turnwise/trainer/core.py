@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ class TrainRow:
     values: npt.NDArray[np.float32] | None = None
     returns: npt.NDArray[np.float32] | None = None
 
+    def freely_routed(self) -> TrainRow:
+        """Return the row for another model than the one whose servers reported experts."""
+        return replace(self, sample=replace(self.sample, routes=None))
+
 
 @dataclass(slots=True)
 class MicroBatch:
@@ -64,6 +68,8 @@ class MicroBatch:
         old_values: float32, the critic's values before the first update of the step, or None without a critic.
         returns: float32, the critic's targets; NaN on tokens that it is not trained on.
         media: Media by their positions in [0, T), ascending. Each lies within one segment.
+        routes: int16 of shape [T, layers, k], the experts that computed each token in the server, -1 where it did not
+            report them; None without router replay.
     """
 
     input_ids: Tensor
@@ -84,6 +90,7 @@ class MicroBatch:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     media: tuple[Media, ...] = ()
+    routes: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -95,6 +102,10 @@ class MicroBatch:
         """Trained tokens, N."""
         return self.predictors.shape[0]
 
+    def freely_routed(self) -> MicroBatch:
+        """Return the micro-batch for routers that choose experts themselves."""
+        return replace(self, routes=None)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -104,8 +115,11 @@ class TokenScores:
         logprobs: float32 of shape [N], of the logits divided by each token's temperature.
         entropy: float32 of shape [N], of that distribution in nats, or None if not requested.
         values: float32 of shape [N], state values before each token, or None without a value head.
+        rerouted: float32 of shape [N], share of the replayed experts that the routers would not choose for the token
+            before each, or None without router replay.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    rerouted: Tensor | None = None

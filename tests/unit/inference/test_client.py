@@ -18,7 +18,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.routing import RoutedRequest, RoutingOptions
 from turnwise.model.core import ModelInfo, ServedName
 from turnwise.seeding import stable_hash
-from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids
+from turnwise.types import Guide, Media, SamplingParams, TokenPrompt, as_ids, encode_routes
 
 PROMPT = TokenPrompt(as_ids([1, 2, 3]))
 PARAMS = SamplingParams(max_tokens=10, seed=4)
@@ -666,3 +666,60 @@ async def test_scores_that_cannot_be_used(make, script, message):
     async with Fake(script) as fake:
         with pytest.raises(InferenceError, match=message):
             await make(fake).score(as_ids([5, 1, 2]))
+
+
+# -- routed experts
+
+
+def rows(start: int, end: int) -> dict:
+    """Return the routes of states [start, end): each row is the number of its state."""
+    routes = np.tile(np.arange(start, end, dtype=np.uint8)[:, None, None], (1, 2, 2))
+    return {"routed_experts": encode_routes(routes)}
+
+
+async def test_routes_are_asked_for_from_the_first_new_token_and_join_over_interruptions(make):
+    params = replace(PARAMS, routes_from=2)
+    scripts = [
+        answer([5], "abort", version="1", **rows(1, 3)),
+        answer([], "abort", version="2"),
+        answer([6, 7], version="2", **rows(3, 5)),
+    ]
+    async with Fake(*scripts) as fake:
+        client = make(fake, routing=RoutingOptions(routed_experts=True))
+        completion = await client.generate(PROMPT, params, session_id="s")
+    starts = [body["sampling_params"]["routed_experts_prompt_start"] for body in fake.bodies]
+    assert starts == [1, 3, 3]
+    assert completion.routed_experts[:, 0, 0].tolist() == [1, 2, 3, 4]
+
+
+async def test_a_stream_ends_with_the_routes_of_all_its_pieces(make):
+    spans = [{"version": "0", "start": 0, "end": 2}]
+    script = events(piece([5], **rows(0, 3)), piece([6], "stop", weight_versions=spans, **rows(3, 4)))
+    async with Fake(script) as fake:
+        client = make(fake, routing=RoutingOptions(routed_experts=True))
+        params = replace(PARAMS, routes_from=0)
+        deltas = [delta async for delta in client.stream(PROMPT, params, session_id="s")]
+    assert deltas[0].routed_experts is None
+    assert deltas[-1].routed_experts[:, 1, 1].tolist() == [0, 1, 2, 3]
+
+
+async def test_clients_without_router_replay_do_not_ask_for_routes(make):
+    async with Fake(answer([5])) as fake:
+        completion = await make(fake).generate(PROMPT, replace(PARAMS, routes_from=2), session_id="s")
+    assert "routed_experts_prompt_start" not in fake.bodies[0]["sampling_params"]
+    assert completion.routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "without the routed experts of 2 tokens: inference.routed_experts is true"),
+        (rows(0, 3), "without the routed experts of -1 tokens"),
+        ({"routed_experts": "?"}, "routed experts are no .npy array"),
+    ],
+)
+async def test_routes_that_do_not_fit_the_ids_are_an_error(make, changes, message):
+    async with Fake(answer([5], **changes)) as fake:
+        client = make(fake, routing=RoutingOptions(routed_experts=True))
+        with pytest.raises(InferenceError, match=message):
+            await client.generate(PROMPT, replace(PARAMS, routes_from=2), session_id="s")

@@ -412,6 +412,28 @@ def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two:
     assert gap(weights(learner), weights(resumed)) == 0
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_replayed_experts_on_ranks_equal_one_process(two: WarmRanks, tmp_path: Path, together: int) -> None:
+    mixture = save_family("qwen3_moe", tmp_path / "mixture", vocab_size=VOCABULARY, initializer_range=0.2)
+    settings = {"gradient_checkpointing": together == 2}
+    shows = policy(mixture, optim=SHOWS_GRADIENTS, model=settings)
+    random = np.random.default_rng(8)
+    routed = []
+    for row in rows(10):
+        experts = random.permuted(np.tile(np.arange(4), (len(row.sample.input_ids), 2, 1)), axis=2)[:, :, :2]
+        # Of the ids that rows share, and of one in each, no server reported any.
+        experts[:11] = experts[-1] = 255
+        routed.append(replace(row, sample=replace(row.sample, routes=experts.astype(np.uint8))))
+    micro_batches = pack(routed, 32, share_prefixes=True)
+    one = open_learner(shows, 5)
+    sharded = FSDPLearner(two, shows, 5, sharding=Sharding(2, sequence_parallel=together))
+    for expected, actual in zip(one.logprobs(micro_batches), sharded.logprobs(micro_batches), strict=True):
+        torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
+    free = one.logprobs([batch.freely_routed() for batch in micro_batches])
+    assert max(float((a - b).abs().max()) for a, b in zip(free, one.logprobs(micro_batches), strict=True)) > 1e-3
+    assert_equal_gradients((one, sharded), micro_batches, PolicyObjective())
+
+
 def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:
     gaps = []
     for learner in (open_learner(policy(model), 9), FSDPLearner(two, policy(model), 9)):

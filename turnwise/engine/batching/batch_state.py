@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from turnwise.engine.batching.kv_cache import ACTIVE, RETAINED, KVCache, widen
 from turnwise.engine.sampling import RowParams, seed_key, uniforms
 from turnwise.engine.structured_output import GrammarState
-from turnwise.types import FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
+from turnwise.types import FinishReason, Logprobs, Routes, SamplingParams, TokenIds, VersionSpan
 
 Slots = npt.NDArray[np.int64]
 
@@ -83,6 +83,7 @@ class Generation:
         rotary: int64 of shape [3, tokens + 1]: rotary positions of the prompt, and of the token after it; None where
             they are the tokens' own.
         adapter: Number of the adapter that samples; 0 for the served model.
+        routes: Routed experts of the tokens by which ids were sampled; current while the request holds no slot.
     """
 
     id: str
@@ -106,6 +107,7 @@ class Generation:
     images: tuple[PromptImage, ...] = ()
     rotary: npt.NDArray[np.int64] | None = None
     adapter: int = 0
+    routes: Routes | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first ``sampled`` ids."""
@@ -131,7 +133,13 @@ class Generation:
             cached_tokens=max(0, self.cached),
             # What was interrupted may have been read under several weights, or in part.
             prompt_logprobs=self.scores if reason in ("stop", "length") else None,
+            routes=None if reason is None or self.routes is None else self.routes[self.routes_start :],
         )
+
+    @property
+    def routes_start(self) -> int:
+        """The first token whose routed experts are asked for."""
+        return max(0, (self.params.routes_from or 0) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,7 @@ class Output:
         cached_tokens: Prompt tokens not prefilled.
         prompt_logprobs: float32 of shape [prompt_tokens - 1], of the prompt's ids but the first, at temperature 1; None
             unless requested.
+        routes: At the end: routed experts of the tokens from ``params.routes_from`` on; None unless requested.
     """
 
     id: str
@@ -159,6 +168,7 @@ class Output:
     prompt_tokens: int
     cached_tokens: int
     prompt_logprobs: Logprobs | None = None
+    routes: Routes | None = None
 
 
 WORTH_SHARING = 8

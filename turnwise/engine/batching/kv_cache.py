@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from turnwise.engine.accelerator import on_cpu
+from turnwise.engine.experts.route_rows import RouteRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,7 @@ class KVCache:
         adapter: int64 of shape [slots]: number of the adapter that its keys and values belong to.
         pools: One per capacity, smallest first.
         capacity: int64 of shape [pools].
+        routes: Routed experts of the cached tokens; None where they are not kept.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class KVCache:
         self.pools = [KVPool(geometry, size, dtype, device, max_rows=budget // size) for size in sizes]
         self.capacity = np.asarray(sizes)
         self.longest = longest
+        self.routes: RouteRows | None = None
         self.token_ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int64)
         self.cached = np.zeros(slots, dtype=np.int64)
@@ -306,6 +309,8 @@ class KVCache:
         to, origin = self.pools[self.pool_of[slot]], self.pools[self.pool_of[source]]
         to.copy_row(int(self.row_of[slot]), origin, int(self.row_of[source]), tokens)
         self.cached[slot] = tokens
+        if self.routes is not None:
+            self.routes.copy(slot, source, tokens)
         self._touch(source)
 
     def grow(self, slot: int, tokens: int) -> bool:
@@ -347,6 +352,8 @@ class KVCache:
         pool.owner[row] = -1
         self._freed = True
         self.state[slot] = FREE
+        if self.routes is not None:
+            self.routes.drop(slot)
         self.length[slot] = self.cached[slot] = 0
 
     def drop_retained(self, adapter: int | None = None) -> None:

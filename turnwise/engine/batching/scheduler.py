@@ -197,12 +197,14 @@ class Scheduler:
     def finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
         """Finish a slot's request; its KV entries are retained as a prefix if finite."""
         generation = self.save(slot)
+        self._save_routes(slot, generation)
         self._vacate(slot, retain=reason != "error" and self._prefix_cache, poisoned=reason == "error")
         return generation.output(reason, stop_reason)
 
     def requeue(self, slot: int) -> None:
         """Preempt a slot's request: free its memory and queue it by order of arrival."""
         generation = self.save(slot)
+        self._save_routes(slot, generation)
         self._vacate(slot, retain=False, poisoned=False)
         generation.leader = None
         index = 0
@@ -243,6 +245,19 @@ class Scheduler:
         if generation.scored and length > start:
             generation.scores = self.table.logprobs(slot, 1, start)
         return generation
+
+    def _save_routes(self, slot: int, generation: Generation) -> None:
+        """Copy the routes of a slot's tokens into its request, but keep those by which ids were sampled already."""
+        table, tokens = self._cache.routes, len(generation.token_ids) - 1
+        if table is None or generation.params.routes_from is None or tokens < len(generation.prompt):
+            return
+        if self._cache.cached[slot] < tokens:
+            # Nothing was sampled since it was queued again.
+            return
+        rows = table.read(slot, tokens)
+        if generation.routes is not None:
+            rows[: len(generation.routes)] = generation.routes
+        generation.routes = rows
 
     def _leader_reads(self, generation: Generation) -> bool:
         """Whether the prompt that a request waits for is still in prefill."""

@@ -80,12 +80,17 @@ class DecodeGraphs:
 
     @classmethod
     def of(cls, model: CausalLM, cache: KVCache, max_seqs: int, kernels: DecodeKernels | None = None) -> Self | None:
-        """Return the graphs of a model; None where it takes images, or the device has no kernels and none are given."""
+        """Return the graphs of a model, if the device has kernels, or some are given.
+
+        None where it takes images, or keeps routes, of which a recorded graph tells nothing.
+        """
         geometry = model.geometry
         aligned = max(geometry.key_dim, geometry.value_dim) * model.dtype.itemsize % _ALIGNED == 0
         if kernels is None and has_kernels(model.device) and aligned:
             kernels = cast("DecodeKernels", importlib.import_module("turnwise.engine.decoding.kernels"))
-        return None if kernels is None or model.vision is not None else cls(model, cache, kernels, max_seqs)
+        if kernels is None or model.vision is not None or model.keeps_routes:
+            return None
+        return cls(model, cache, kernels, max_seqs)
 
     @property
     def count(self) -> int:

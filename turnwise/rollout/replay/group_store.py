@@ -39,7 +39,7 @@ class TransferQueueConfig(Section):
     address: Annotated[str, Field(min_length=1)] | None = None
 
 
-_OF_TOKENS = ("segments", "token_ids", "logprobs")
+_OF_TOKENS = ("segments", "token_ids", "logprobs", "routes")
 
 
 class PayloadsLost(TrainError):

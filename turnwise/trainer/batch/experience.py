@@ -87,7 +87,7 @@ def collect(
     trajectories = [trajectory for trajectory in complete if trajectory.sampled_tokens]
     baselines = _greedy_rewards(groups, policy)
     metrics = _source_metrics(groups, policy) | _role_metrics(groups, policy) | _trajectory_metrics(complete)
-    samples = [to_samples(trajectory, max_tokens=max_tokens_per_row) for trajectory in trajectories]
+    samples = [to_samples(trajectory, max_tokens=max_tokens_per_row, routes=True) for trajectory in trajectories]
     metrics |= {
         "batch/trajectories": float(len(complete)),
         "batch/silent": float(len(complete) - len(trajectories)),

@@ -21,7 +21,7 @@ from turnwise.errors import TrainError
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trajectory import TrainSample
-from turnwise.types import Media
+from turnwise.types import Media, recorded
 
 SHORTEST_SHARED = 8
 """Tokens: a shared stretch of fewer costs more as a separate segment than it saves."""
@@ -304,7 +304,24 @@ def _make_batch(rows: Sequence[TrainRow], members: Sequence[int], layout: RowSeg
         media=_media(packed, layout),
         old_values=None if (values := _all_or_none([row.values for row in packed])) is None else of_tokens(values),
         returns=None if (returns := _all_or_none([row.returns for row in packed])) is None else of_tokens(returns),
+        routes=_routes(packed, layout),
     )
+
+
+def _routes(rows: Sequence[TrainRow], layout: RowSegments) -> Tensor | None:
+    """Return the experts of the packed tokens; a token's own stand in its row beside the token after it."""
+    like = next((row.sample.routes for row in rows if row.sample.routes is not None), None)
+    if like is None:
+        return None
+    parts = []
+    for number, first, end in layout.sources:
+        part = np.full((end - first, *like.shape[1:]), -1, np.int16)
+        if (routes := rows[number].sample.routes) is not None:
+            after = routes[first + 1 : end + 1]
+            known = np.flatnonzero(recorded(after))
+            part[known] = after[known]
+        parts.append(part)
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _media(rows: Sequence[TrainRow], layout: RowSegments) -> tuple[Media, ...]:

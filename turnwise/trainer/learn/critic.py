@@ -108,7 +108,8 @@ class Critic:
         value_objective = ValueObjective(self._config.value_clip, tokens / max(1, valued_tokens))
         done: tuple[Stats, StepResult] | None = None
         if alone or not self.shared:
-            stats = self.learner.forward_backward(batches, value_objective, normalizer)
+            valued = batches if self.shared else [batch.freely_routed() for batch in batches]
+            stats = self.learner.forward_backward(valued, value_objective, normalizer)
         if not alone:
             coef = DEFAULT_COEF if self._config.coef is None else self._config.coef
             joined = replace(value_objective, coef=coef, policy=objective) if self.shared else objective
@@ -216,6 +217,8 @@ def critic_values(
         for branches, end in zip(samples, ends, strict=True)
         for number, sample in enumerate(branches)
     ]
+    if not critic.shared:
+        rows = [row.freely_routed() for row in rows]
     by_row = score_rows(critic.learner.values, rows, batch)
     numbers = iter(range(len(rows)))
     by_trajectory: list[TrajectoryValues] = []

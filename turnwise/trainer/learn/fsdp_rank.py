@@ -93,12 +93,12 @@ class _Scoring(nn.Module):
         self.head = head
         self._policy = policy
 
-    def forward(self, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies; with a value head, values and None."""
+    def forward(self, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probabilities, entropies and shares of other experts; with a value head, values alone."""
         if self.head is not None:
-            return self._policy.gather(batch, self.head(self._policy.states(batch))), None
+            return self._policy.gather(batch, self.head(self._policy.states(batch))), None, None
         scores = self._policy.forward(batch, entropy=entropy)
-        return scores.logprobs, scores.entropy
+        return scores.logprobs, scores.entropy, scores.rerouted
 
 
 @cache
@@ -330,10 +330,10 @@ class RankModel:
         with in_step():
             for number in range(passes):
                 batch = batches[number] if number < len(batches) and failed is None else IDLE
-                scores_or_values, entropy = self.root(batch, entropy=objective.entropy)
+                scores_or_values, entropy, rerouted = self.root(batch, entropy=objective.entropy)
                 loss = 0.0 * scores_or_values.sum()
                 if batch is not IDLE:
-                    scores = TokenScores(scores_or_values, entropy)
+                    scores = TokenScores(scores_or_values, entropy, rerouted=rerouted)
                     if self.head is not None:
                         scores = TokenScores(scores_or_values.new_zeros(0), values=scores_or_values)
                     try:

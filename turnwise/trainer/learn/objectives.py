@@ -27,8 +27,9 @@ PPO_CLIP = ConfiguredFunction("ppo_clip", ppo_clip_loss, {})
 class PolicyObjective:
     """A policy loss with an entropy bonus and an optional KL penalty.
 
-    Beside the sums of the loss it reports ``entropy`` and the gap between the trainer's and the rollout's
-    log-probabilities; the weights are equal until the first update after the rollout.
+    Beside the sums of the loss it reports ``entropy``, the gap between the trainer's and the rollout's
+    log-probabilities, and the replayed experts that the trainer would not choose; the weights are equal until the first
+    update after the rollout.
 
     Attributes:
         loss: The loss with its options.
@@ -73,6 +74,8 @@ class PolicyObjective:
         gap = logprob_gap(logprobs, rollout)
         result.sums |= gap.sums
         result.maxima |= gap.maxima
+        if scores.rerouted is not None:
+            result.sums["gap_rerouted"] = scores.rerouted.sum()
         if self.watch is not None:
             self.watch.record(batch.rows, batch.sequences, logprobs, rollout)
         if entropy is not None:

@@ -161,4 +161,4 @@ class KLGuard:
         return used
 
     def _score(self, rows: Sequence[TrainRow]) -> dict[RowKey, Tensor]:
-        return recompute_logprobs(self.reference, rows, self.batch)
+        return recompute_logprobs(self.reference, [row.freely_routed() for row in rows], self.batch)

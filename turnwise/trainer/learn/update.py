@@ -52,6 +52,7 @@ def update_policy(
     corrected, old = _correct_rows(learner, rows, algorithm, batch)
     reference = None if kl is None else corrected.of_kept_tokens(kl.ref_logprobs)
     updates: list[tuple[Stats, StepResult]] = []
+    replay: dict[str, float] = {}
     computed = 0
     for epoch in range(algorithm.epochs):
         parts = minibatches(corrected.rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
@@ -67,6 +68,8 @@ def update_policy(
             computed += sum(micro.tokens for micro in batches)
             for micro in batches:
                 _add_row_tensors(micro, weighed, old, reference, selected)
+            if not updates:
+                replay = replay_gap(learner, batches)
             watched = _with_watch(objective, watch, weighed)
             if critic is None:
                 stats = learner.forward_backward(batches, watched, normalizer)
@@ -74,8 +77,18 @@ def update_policy(
                 updates.append((stats, learner.optim_step()))
             elif done := critic.update(learner, batches, watched, normalizer, alone=critic_alone, changing=changing):
                 updates.append(done)
-    metrics = update_metrics(updates) | corrected.metrics | {"batch/packed_tokens": float(computed)}
+    metrics = update_metrics(updates) | corrected.metrics | replay | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())
+
+
+def replay_gap(learner: Learner, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the mean gap to the rollout with the servers' experts and with the trainer's own, of one micro-batch."""
+    routed = next((batch for batch in batches if batch.routes is not None), None)
+    if routed is None:
+        return {}
+    replayed, free = learner.logprobs([routed, routed.freely_routed()])
+    gaps = {"gap/replayed": replayed, "gap/freely_routed": free}
+    return {name: float((scores.cpu() - routed.rollout_logprobs).abs().mean()) for name, scores in gaps.items()}
 
 
 def _with_watch(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
@@ -162,7 +175,7 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
 _NAMED = {"kl": "kl/value"}
 """Means over the updates that bear another name than ``train/NAME``."""
 
-_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl"}
+_GAP = {"gap_abs": "gap/mean", "gap_max": "gap/max", "gap_kl": "gap/kl", "gap_rerouted": "gap/rerouted"}
 
 
 def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, float]:

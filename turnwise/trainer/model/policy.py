@@ -21,6 +21,7 @@ from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
 from turnwise.engine.accelerator import autocast
 from turnwise.engine.capacity import RopeLimit, rope_limit
+from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
@@ -69,6 +70,7 @@ class Policy:
             (``learn/critic.py`` trains and saves it). Not part of the model's weights.
         sequence: The ranks that share the tokens of each micro-batch; None where one rank computes them all.
         vision: The model's vision tower; None where it takes text only.
+        routers: Its routers; None for a model without experts, or where they cannot be replayed.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Policy:
         self.value_head: nn.Module | None = None
         self.sequence: SequenceGroup | None = None
         self.vision = VisionTower.of(model)
+        self.routers: Routers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +119,13 @@ class Policy:
             self.gather(batch, logprobs),
             None if entropies is None else self.gather(batch, entropies),
             None if self.value_head is None else self.gather(batch, self.value_head(states)),
+            self._rerouted(batch),
         )
+
+    def _rerouted(self, batch: MicroBatch) -> Tensor | None:
+        if batch.routes is None or self.routers is None:
+            return None
+        return self.gather(batch, self.routers.rerouted.index_select(0, self._own_predictors(batch)))
 
     def states(self, batch: MicroBatch) -> Tensor:
         """Return the last hidden states that predict the trained tokens, shape [N, hidden].
@@ -126,13 +135,16 @@ class Policy:
         Raises:
             TrainError: An id outside of the vocabulary, or segments out of order.
         """
-        device = self.device
+        with autocast(self.device, self.compute_dtype):
+            return self._hidden(batch, self.device)[0].index_select(0, self._own_predictors(batch))
+
+    def _own_predictors(self, batch: MicroBatch) -> Tensor:
+        """Return the places, in what this rank computes, of the states that predict trained tokens."""
         predictors = batch.predictors
         if self.sequence is not None:
             computed = self.sequence.own_places(predictors, batch.tokens)
             predictors = self.sequence.slice_positions(predictors[computed], batch.tokens)
-        with autocast(self.device, self.compute_dtype):
-            return self._hidden(batch, device)[0].index_select(0, predictors.to(device))
+        return predictors.to(self.device)
 
     def gather(self, batch: MicroBatch, values: Tensor) -> Tensor:
         """Return a value per trained token, [N], given those of the states that this rank has computed."""
@@ -182,11 +194,36 @@ class Policy:
         inputs: dict[str, Any] = {"input_ids": ids.to(device)}
         if batch.media:
             inputs, positions = self._seen(batch, layout)
+        if self.routers is not None or batch.routes is not None:
+            self._replay_routes(batch)
         output = self.model.get_decoder()(
             **inputs, position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _replay_routes(self, batch: MicroBatch) -> None:
+        """Have the routers choose the micro-batch's experts, or freely where it has none. Raises TrainError."""
+        routes, routers = batch.routes, self.routers
+        if routers is None:
+            raise TrainError(
+                f"the model in {self.source} has no experts, or chooses them in a way that cannot be replayed, but "
+                "servers reported some: remove inference.routed_experts"
+            )
+        if routes is not None:
+            shape = routers.shape
+            if routes.shape[1:] != (shape.layers, shape.chosen) or int(routes.max()) >= shape.experts:
+                raise TrainError(
+                    f"a row has experts up to {int(routes.max())} in {routes.shape[1]} layers, {routes.shape[2]} a "
+                    f"token, but the model in {self.source} has {shape.experts} in {shape.layers}, {shape.chosen} a "
+                    "token: servers sampled from another model (inference.url)"
+                )
+            if self.sequence is not None:
+                # Padding of the last slices is routed freely.
+                places = self.sequence.slice_tokens(torch.arange(1, batch.tokens + 1)[None])[0] - 1
+                routes = routes[places.clamp(min=0)].masked_fill((places < 0)[:, None, None], -1)
+            routes = routes.to(self.device)
+        routers.replay(routes)
 
     def _seen(self, batch: MicroBatch, layout: PackedLayout) -> tuple[dict[str, Any], Tensor]:
         """Return the decoder's inputs and positions of a micro-batch with images; equal ones are encoded once."""
@@ -307,12 +344,15 @@ def load_model(
     _make_savable(model.generation_config)
     attached = None if lora is None else attach(model, lora, Path(path))
     model = model.to(device).eval()
-    check_packable(model)
+    with Routers.search(model, model.config.get_text_config().to_dict()) as routers:
+        check_packable(model)
     if freeze_vision:
         _freeze_vision(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, keep_matmuls=gradient_checkpointing == "matmuls")
-    return Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+    policy = Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
+    policy.routers = next(iter(routers), None)
+    return policy
 
 
 def takes_images(path: Path) -> bool:

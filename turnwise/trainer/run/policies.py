@@ -18,7 +18,7 @@ from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import Renderer, ServedPolicy
+from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.critic import Critic
@@ -27,6 +27,7 @@ from turnwise.trainer.learn.learner import Learner, open_learner, send_weights
 from turnwise.trainer.learn.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
 from turnwise.trainer.weight_sync import WeightTransport, open_transport
+from turnwise.types import RouteShape, SamplingParams, TokenPrompt, as_ids
 
 CRITIC = "critic"
 """Where a checkpoint of a policy holds its critic."""
@@ -124,6 +125,8 @@ class TrainedPolicy(LoadedPolicy):
         for policy, transport in zip(loaded, transports, strict=True):
             client = LedgerClient(fleet.client_of(policy.name if named else None), book)
             stack.push_async_callback(client.close)
+            if config.inference.routed_experts:
+                await check_routes(fleet.client_of(policy.name if named else None), policy.config)
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
             served.append(cls(*parts, fleet, client, transport, named))
         return served
@@ -167,6 +170,28 @@ class TrainedPolicy(LoadedPolicy):
         save_format(self.renderer, directory)
         if self.critic is not None:
             self.critic.learner.save(directory / CRITIC)
+
+
+async def check_routes(client: LLMClient, config: TrainConfig) -> None:
+    """Check by one token that servers report the experts of the model that is trained.
+
+    Raises:
+        ConfigError: They report those of another model.
+        InferenceError: They report none.
+    """
+    path = model_under(config.policy.model.path)
+    shape = RouteShape.of(model_settings(path, "model.path"))
+    completion = await client.generate(
+        TokenPrompt(as_ids([1, 2])), SamplingParams(max_tokens=1, routes_from=0), session_id="routes"
+    )
+    routes = completion.routed_experts
+    assert shape is not None, "engines are checked for models without experts"
+    assert routes is not None, "clients of engines that report experts have them"
+    if problem := shape.mismatch(routes):
+        raise ConfigError(
+            f"inference.routed_experts is true, but servers report {problem} as in model.path ({path}): serve that "
+            "model (inference.url), or set routed_experts to false"
+        )
 
 
 def serves_by_name(config: TrainConfig) -> bool:

@@ -1,0 +1,162 @@
+"""Router replay in the trainer: the servers' experts reach the packed forward pass, and gradients the routers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.engine.families import save_family
+from turnwise.errors import TrainError
+from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trajectory import TrainSample
+from turnwise.types import Routes, RouteShape, recorded
+
+SHAPE = RouteShape(layers=2, experts=4, chosen=2)
+SHARED = 12
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family("qwen3_moe", tmp_path_factory.mktemp("mixture"), initializer_range=0.2)
+
+
+def rows(lengths: tuple[int, ...] = (30, 17, 23), unrouted: int = 0) -> list[TrainRow]:
+    """Rows with equal ids and experts at their beginning; those of the last ``unrouted`` ids are not recorded."""
+    random = np.random.default_rng(5)
+    ids = [random.integers(2, 64, length).astype(np.int32) for length in lengths]
+    experts = [random.permuted(np.tile(np.arange(4), (length, 2, 1)), axis=2)[:, :, :2] for length in lengths]
+    made = []
+    for number, (row_ids, row_experts) in enumerate(zip(ids, experts, strict=True)):
+        # The experts of the last shared state stand beside the id after it.
+        row_ids[:SHARED], row_experts[: SHARED + 1] = ids[0][:SHARED], experts[0][: SHARED + 1]
+        routes: Routes = row_experts.astype(np.uint8)
+        routes[0] = 255
+        routes[max(0, len(routes) - unrouted) :] = 255
+        mask = np.arange(len(row_ids)) >= SHARED // 2 + number
+        sample = TrainSample(
+            input_ids=row_ids,
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, -2.0, 0.0).astype(np.float32),
+            weight_versions=np.where(mask, 0, -1).astype(np.int32),
+            turn_ids=np.where(mask, 0, -1).astype(np.int32),
+            trajectory_id=f"t{number}",
+            group_id="g",
+            leaf=0,
+            routes=routes,
+        )
+        made.append(TrainRow(sample, advantage=1.0 if number % 2 else -0.5))
+    return made
+
+
+def scores(policy: Policy, batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    by_row = {}
+    for batch in batches:
+        logprobs = policy.forward(batch).logprobs
+        for place, number in enumerate(batch.rows):
+            by_row[number] = logprobs[batch.sequences == place]
+    return by_row
+
+
+def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    policy.model.zero_grad()
+    for batch in batches:
+        policy.forward(batch).logprobs.sum().backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_packed_tokens_have_the_experts_of_their_state(share_prefixes: bool) -> None:
+    given = rows(unrouted=3)
+    for batch in pack(given, 64, share_prefixes=share_prefixes):
+        assert batch.routes is not None
+        assert batch.routes.dtype == torch.int16
+        for place, target, number in zip(
+            batch.predictors.tolist(), batch.target_ids.tolist(), batch.sequences.tolist(), strict=True
+        ):
+            sample = given[batch.rows[number]].sample
+            position = int(batch.position_ids[0, place]) + 1
+            assert sample.input_ids[position] == target
+            assert sample.routes is not None
+            known = bool(recorded(sample.routes)[position])
+            assert batch.routes[place].tolist() == (sample.routes[position].tolist() if known else [[-1, -1]] * 2)
+
+
+def test_scores_and_gradients_do_not_depend_on_packing_nor_on_checkpointing(mixture: Path) -> None:
+    policy, recomputing = load_model(mixture), load_model(mixture, gradient_checkpointing=True)
+    given = rows()
+    alone = [batch for row in given for batch in pack([row], 64)]
+    expected = torch.cat([policy.forward(batch).logprobs for batch in alone])
+    expected_gradients = gradients(policy, alone)
+    for of in (policy, recomputing):
+        for share_prefixes in (False, True):
+            batches = pack(given, 96, share_prefixes=share_prefixes)
+            by_row = scores(of, batches)
+            assert torch.allclose(torch.cat([by_row[number] for number in range(3)]), expected, atol=1e-5)
+            found = gradients(of, batches)
+            assert max(float((found[name] - expected_gradients[name]).abs().max()) for name in found) < 1e-4
+    gate = expected_gradients["model.layers.1.mlp.gate.weight"]
+    assert float(gate.abs().max()) > 1e-3
+
+
+def test_rows_without_experts_are_routed_freely(mixture: Path) -> None:
+    policy = load_model(mixture)
+    free = [row.freely_routed() for row in rows()]
+    expected = scores(policy, pack(free, 96))
+    unrecorded = scores(policy, pack(rows(unrouted=40), 96))
+    replayed = scores(policy, pack(rows(), 96))
+    assert all(torch.equal(expected[number], unrecorded[number]) for number in expected)
+    assert max(float((expected[number] - replayed[number]).abs().max()) for number in expected) > 1e-3
+    # What was replayed last is not kept.
+    assert all(torch.equal(expected[number], again) for number, again in scores(policy, pack(free, 96)).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "experts up to 3 in 2 layers, 2 a token, but the model in .* has 4 in 3, 2 a token"),
+        ({"num_experts": 3}, "experts up to 3 in 2 layers, 2 a token, but the model in .* has 3 in 2, 2 a token"),
+    ],
+)
+def test_experts_of_another_model_raise_train_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    policy = load_model(save_family("qwen3_moe", tmp_path, **changes))
+    with pytest.raises(TrainError, match=message):
+        policy.forward(pack(rows(), 96)[0])
+
+
+def test_experts_for_a_model_without_any_raise_train_error(tmp_path: Path) -> None:
+    policy = load_model(save_family("qwen3", tmp_path))
+    with pytest.raises(TrainError, match=r"has no experts, or chooses them .* remove inference\.routed_experts"):
+        policy.forward(pack(rows(), 96)[0])
+
+
+def test_metrics_tell_what_replay_closes(mixture: Path) -> None:
+    learner = open_learner(PolicyConfig.model_validate({"optim": {"lr": 1e-9}, "model": {"path": mixture}}), 4)
+    batch = BatchConfig(groups=1, max_tokens_per_micro_batch=96)
+    given = rows()
+    exact = learner.logprobs(pack(given, 96))[0]
+    micro = pack(given, 96)[0]
+    served = []
+    for place, number in enumerate(micro.rows):
+        sample = given[number].sample
+        logprobs = sample.rollout_logprobs.copy()
+        logprobs[sample.loss_mask] = exact[micro.sequences == place].numpy()
+        served.append(replace(given[number], sample=replace(sample, rollout_logprobs=logprobs)))
+    metrics = update_policy(learner, served, AlgorithmConfig(), batch, seed=0)
+    assert metrics["gap/replayed"] < 1e-5
+    assert metrics["gap/mean"] < 1e-5
+    assert metrics["gap/freely_routed"] > 1e-3
+    assert 0.2 < metrics["gap/rerouted"] < 0.8
+    free = update_policy(learner, [row.freely_routed() for row in served], AlgorithmConfig(), batch, seed=0)
+    assert not {"gap/replayed", "gap/freely_routed", "gap/rerouted"} & free.keys()
