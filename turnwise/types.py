@@ -388,7 +388,7 @@ def decode_routes(text: Any) -> Routes:
     """Return the routes of :func:`encode_routes`. Raises ValueError for anything else."""
     try:
         routes: Routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (TypeError, EOFError, OSError) as error:
+    except (TypeError, ValueError, EOFError, OSError) as error:
         raise ValueError(f"routed experts are no .npy array in Base64: {error}") from error
     if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
         raise ValueError(f"routed experts are {routes.dtype} of shape {routes.shape}, not uint8 [tokens, layers, k]")
