@@ -37,7 +37,7 @@ from turnwise.inference.guard.turnwise_guard import control_key
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.placement.usage import process_memory
-from turnwise.types import SamplingParams
+from turnwise.types import SamplingParams, encode_routes
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _DIVERGED = "the model's logits are not finite: its weights have diverged; load other weights"
@@ -312,9 +312,10 @@ class App:
 
 def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
     logprobs = output.logprobs if request.logprobs else None
-    return wire.encode_choice(
-        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions, output.routes
+    choice = wire.encode_choice(
+        output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions
     )
+    return choice if output.routes is None else {**choice, "routed_experts": encode_routes(output.routes)}
 
 
 def _usage(output: Output, sampled: int) -> dict[str, Any]:

@@ -59,19 +59,13 @@ class _Progress:
     version: int | None = None
     empty_aborts: int = 0
     routes: list[Routes] = field(default_factory=list)
-    part_routes: list[Routes] = field(default_factory=list)
-
-    @property
-    def routes_from(self) -> int | None:
-        """The first token whose routes the part that begins here reports; None where none are asked for."""
-        start = self.params.routes_from
-        return start if start is None or not self.named else len(self.prompt) + self.named
 
     def body(self, *, stream: int, model: str | None, features: dict[str, Any] | None = None) -> bytes:
         params = self.params
         if self.sampled and params.max_tokens is not None:
             params = replace(params, max_tokens=params.max_tokens - self.sampled)
-        params = replace(params, routes_from=self.routes_from)
+        if self.sampled and params.routes_from is not None:
+            params = replace(params, routes_from=len(self.prompt) + self.sampled)
         token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
         return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model, features=features)
 
@@ -79,8 +73,8 @@ class _Progress:
         self.token_ids.append(choice.token_ids)
         self.logprobs.append(choice.logprobs)
         self.sampled += len(choice.token_ids)
-        if choice.routes is not None:
-            self.part_routes.append(choice.routes)
+        if choice.routes is not None and len(choice.token_ids):
+            self.routes.append(choice.routes)
         spans = choice.spans
         if self.version is not None:
             # The name that was asked for has one version, whatever the server says of its model's.
@@ -97,7 +91,6 @@ class _Progress:
         while self.sampled > self.named:
             self.sampled -= len(self.token_ids.pop())
             self.logprobs.pop()
-        self.part_routes.clear()
 
     def end_part(self, url: str) -> None:
         """Take over the version spans of the part that ends here, relative to its start; None means version 0."""
@@ -110,23 +103,17 @@ class _Progress:
             goes_on = bool(self.spans) and self.spans[-1][0] == version
             first = self.spans.pop()[1] if goes_on else start + begin
             self.spans.append((version, first, end + begin))
-        if self.params.routes_from is not None:
-            self._take_routes(url)
         self.named, self.part_spans = self.sampled, None
+        if self.sampled and self.params.routes_from is not None:
+            self._check_routes(url, max(1, self.params.routes_from))
 
-    def _take_routes(self, url: str) -> None:
-        """Take over the routes of the part that ends here, and of the prompt before the first."""
-        routes, self.part_routes = self.part_routes, []
-        if self.sampled == self.named:
-            return
-        missing = len(self.prompt) + self.sampled - max(1, self.routes_from or 0) - sum(map(len, routes))
-        if missing or len({part.shape[1:] for part in routes}) > 1:
+    def _check_routes(self, url: str, first: int) -> None:
+        missing = len(self.prompt) + self.sampled - first - sum(map(len, self.routes))
+        if missing or len({part.shape[1:] for part in self.routes}) > 1:
             raise InferenceError(
-                f"{url} answered {self.sampled - self.named} ids without the routed experts of {missing} tokens: "
-                "inference.routed_experts is true, so launch its servers with it (vLLM: --enable-return-routed-experts)"
-                ", or set it to false"
+                f"{url} answered {self.sampled} ids without the routed experts of {missing} tokens: launch its servers "
+                "with inference.routed_experts (vLLM: --enable-return-routed-experts), or set it to false"
             )
-        self.routes += routes
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
@@ -232,7 +219,7 @@ class HTTPClient(LLMClient):
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample one completion; see :meth:`LLMClient.generate`."""
-        progress = self._start(prompt, params)
+        progress = _start(prompt, params, routed=self._routing.routed_experts)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         interval = self._report_interval(params)
         async with self._deadline(progress, request):
@@ -255,7 +242,7 @@ class HTTPClient(LLMClient):
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
-        progress = self._start(prompt, params)
+        progress = _start(prompt, params, routed=self._routing.routed_experts)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
         started_at = asyncio.get_running_loop().time()
         async with aclosing(self._deltas(progress, request, interval=1, streamed=True)) as deltas:
@@ -266,12 +253,6 @@ class HTTPClient(LLMClient):
                 if delta is None:
                     return
                 yield delta
-
-    def _start(self, prompt: TokenPrompt, params: SamplingParams) -> _Progress:
-        _check_request(params)
-        if not self._routing.routed_experts:
-            params = replace(params, routes_from=None)
-        return _Progress(params, prompt.token_ids, prompt.media)
 
     async def _deltas(
         self, progress: _Progress, request: RoutedRequest, *, interval: int, streamed: bool
@@ -543,11 +524,12 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _check_request(params: SamplingParams) -> None:
+def _start(prompt: TokenPrompt, params: SamplingParams, *, routed: bool) -> _Progress:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
+    return _Progress(params if routed else replace(params, routes_from=None), prompt.token_ids, prompt.media)
 
 
 def _check_free(progress: _Progress, url: str) -> None:

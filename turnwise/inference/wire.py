@@ -19,17 +19,7 @@ import orjson
 from turnwise.errors import FormatError, InferenceError, shown
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 from turnwise.seeding import stable_hash
-from turnwise.types import (
-    FinishReason,
-    Guide,
-    Logprobs,
-    Routes,
-    SamplingParams,
-    TokenIds,
-    VersionSpan,
-    decode_routes,
-    encode_routes,
-)
+from turnwise.types import FinishReason, Guide, Logprobs, Routes, SamplingParams, TokenIds, VersionSpan, decode_routes
 
 GENERATE = "/inference/v1/generate"
 LOAD = "/load"
@@ -54,7 +44,6 @@ def encode_choice(
     finish_reason: str | None,
     stop_reason: int | str | None,
     weight_versions: Sequence[VersionSpan],
-    routes: Routes | None = None,
 ) -> dict[str, Any]:
     """Return ``choices[0]`` of a response."""
     ids = token_ids.tolist()
@@ -72,7 +61,6 @@ def encode_choice(
         "weight_versions": [
             {"version": str(version), "start": start, "end": end} for version, start, end in weight_versions
         ],
-        **({} if routes is None else {"routed_experts": encode_routes(routes)}),
     }
 
 

@@ -713,7 +713,7 @@ async def test_clients_without_router_replay_do_not_ask_for_routes(make):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "without the routed experts of 2 tokens: inference.routed_experts is true"),
+        ({}, "without the routed experts of 2 tokens: launch its servers with inference.routed_experts"),
         (rows(0, 3), "without the routed experts of -1 tokens"),
         ({"routed_experts": "?"}, "routed experts are no .npy array"),
     ],

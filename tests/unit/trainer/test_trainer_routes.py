@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.chat.toy_renderer import ToyRenderer
 from support.engine.families import save_family
-from turnwise.errors import TrainError
+from turnwise.errors import ConfigError, TrainError
+from turnwise.inference.config import InferenceConfig
+from turnwise.inference.engines import engine_warnings
+from turnwise.inference.scripted import ScriptedClient
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
@@ -20,8 +24,9 @@ from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trainer.run.policies import check_routes
 from turnwise.trajectory import TrainSample
-from turnwise.types import Routes, RouteShape, recorded
+from turnwise.types import Completion, Routes, RouteShape, recorded
 
 SHAPE = RouteShape(layers=2, experts=4, chosen=2)
 SHARED = 12
@@ -160,3 +165,31 @@ def test_metrics_tell_what_replay_closes(mixture: Path) -> None:
     assert 0.2 < metrics["gap/rerouted"] < 0.8
     free = update_policy(learner, [row.freely_routed() for row in served], AlgorithmConfig(), batch, seed=0)
     assert not {"gap/replayed", "gap/freely_routed", "gap/rerouted"} & free.keys()
+
+
+def reporting(layers: int, experts: int) -> ScriptedClient:
+    """Return the client of a server that chooses the first and the last expert for every token."""
+    chosen = np.tile(np.array([0, experts - 1], np.uint8), (2, layers, 1))
+    completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), "stop", ((0, 0, 1),), chosen)
+    return ScriptedClient(ToyRenderer(), [completion])
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "message"),
+    [(3, 4, "3 layers with 2 experts a token, not 2 with 2 as in"), (2, 8, "expert 7, where each layer has 4 as in")],
+)
+async def test_servers_of_another_mixture_are_refused_before_a_rollout(
+    mixture: Path, layers: int, experts: int, message: str
+) -> None:
+    await check_routes(reporting(2, 4), mixture)
+    with pytest.raises(ConfigError, match=rf"routed_experts is true, but servers report {message} model\.path"):
+        await check_routes(reporting(layers, experts), mixture)
+
+
+async def test_models_and_engines_without_experts_to_report_are_refused_by_key(mixture: Path, tmp_path: Path) -> None:
+    replayed = InferenceConfig(routed_experts=True)
+    assert await engine_warnings(mixture, replayed) == []
+    with pytest.raises(ConfigError, match=r"inference\.routed_experts is true, but .* \(qwen3\) has no experts"):
+        await engine_warnings(save_family("qwen3", tmp_path), replayed)
+    with pytest.raises(ConfigError, match=r"inference\.engine is sglang, whose servers do not report experts"):
+        await engine_warnings(mixture, replayed.model_copy(update={"engine": "sglang"}))

@@ -126,7 +126,8 @@ class TrainedPolicy(LoadedPolicy):
             client = LedgerClient(fleet.client_of(policy.name if named else None), book)
             stack.push_async_callback(client.close)
             if config.inference.routed_experts:
-                await check_routes(fleet.client_of(policy.name if named else None), policy.config)
+                model = model_under(policy.config.policy.model.path)
+                await check_routes(fleet.client_of(policy.name if named else None), model)
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
             served.append(cls(*parts, fleet, client, transport, named))
         return served
@@ -172,15 +173,14 @@ class TrainedPolicy(LoadedPolicy):
             self.critic.learner.save(directory / CRITIC)
 
 
-async def check_routes(client: LLMClient, config: TrainConfig) -> None:
+async def check_routes(client: LLMClient, model: Path) -> None:
     """Check by one token that servers report the experts of the model that is trained.
 
     Raises:
         ConfigError: They report those of another model.
         InferenceError: They report none.
     """
-    path = model_under(config.policy.model.path)
-    shape = RouteShape.of(model_settings(path, "model.path"))
+    shape = RouteShape.of(model_settings(model, "model.path"))
     completion = await client.generate(
         TokenPrompt(as_ids([1, 2])), SamplingParams(max_tokens=1, routes_from=0), session_id="routes"
     )
@@ -189,7 +189,7 @@ async def check_routes(client: LLMClient, config: TrainConfig) -> None:
     assert routes is not None, "clients of engines that report experts have them"
     if problem := shape.mismatch(routes):
         raise ConfigError(
-            f"inference.routed_experts is true, but servers report {problem} as in model.path ({path}): serve that "
+            f"inference.routed_experts is true, but servers report {problem} as in model.path ({model}): serve that "
             "model (inference.url), or set routed_experts to false"
         )
 
