@@ -66,7 +66,7 @@ async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
         config = InferenceConfig.model_validate({**given, "server": {"python": vllm_python}})
         vllm = VLLMReplica(model, config, log_file=_log("vllm"))
         async with launched(vllm):
-            await vllm.prepare_updates()
+            await vllm.prepare_updates(())
             found = await updates(tensors, vllm, repeats)
             found["still_s"] = await standstill(tensors, vllm)
         result |= {"vllm": found, "ratio_vllm": _ratio(found), "still_vllm": _still(found)}

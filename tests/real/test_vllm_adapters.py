@@ -77,7 +77,7 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path, monkeypat
         return await fleet.with_recovery(lambda: fleet.replicas[0].update_weights(manifest))
 
     try:
-        await fleet.launch(updates=True)
+        await fleet.launch(updates=())
         [replica] = fleet.replicas
         assert isinstance(replica, VLLMReplica)
         # Before its first version an adapter is the bare model.

@@ -79,7 +79,10 @@ async def test_greedy_and_logprobs_are_the_trainers_after_every_update(
     vllm: VLLMReplica, client: HTTPClient, reference: Any, tmp_path: Path
 ) -> None:
     assert reference.config.tie_word_embeddings
-    await vllm.prepare_updates()
+    announced = replace(written(reference, tmp_path, 3), path="")
+    await vllm.prepare_updates([announced])
+    with pytest.raises(InferenceError, match=r"cannot load what training would send: missing"):
+        await vllm.prepare_updates([replace(announced, tensors=announced.tensors[1:])])
     async with put_back(vllm, reference, tmp_path):
         for version in (4, 5):
             new = changed(reference, version)

@@ -100,6 +100,9 @@ def write_weights(
         stored = _cpu_tensors(tensors, version)
         described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
         stream = WeightStream(described, iter(stored.items()))
+    for name, (dtype, _) in stream.described.items():
+        if dtype not in _DTYPES:
+            raise FormatError(f"weights version {version}: {name} is {dtype}, which safetensors cannot hold")
     home = Path(directory)
     home.mkdir(parents=True, exist_ok=True)
     path = home / f"weights-{version:08d}.safetensors"
@@ -109,10 +112,7 @@ def write_weights(
     with undo_on_error(lambda: partial.unlink(missing_ok=True)):
         checksums = write_weight_file(partial, stream)
     partial.rename(path)
-    entries = tuple(
-        TensorEntry(name, shape, str(dtype).removeprefix("torch."), checksums[name])
-        for name, (dtype, shape) in stream.described.items()
-    )
+    entries = tensor_entries(stream.described, checksums)
     manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
     if previous is None or previous.path == manifest.path or previous.tensors != entries or previous.adapter != adapter:
         return manifest
@@ -124,6 +124,16 @@ def write_weights(
     return manifest
 
 
+def tensor_entries(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], checksums: Mapping[str, str] | None = None
+) -> tuple[TensorEntry, ...]:
+    """Return the entries of a manifest; without checksums where they are announced."""
+    return tuple(
+        TensorEntry(name, shape, str(dtype).removeprefix("torch."), (checksums or {}).get(name, ""))
+        for name, (dtype, shape) in described.items()
+    )
+
+
 def _cpu_tensors(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
     """Return the tensors to write: on the CPU, each storage once."""
     stored: dict[str, torch.Tensor] = {}
@@ -131,8 +141,6 @@ def _cpu_tensors(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> d
     for name, tensor in tensors:
         if name in stored:
             raise FormatError(f"weights version {version}: the name {name!r} occurs twice")
-        if tensor.dtype not in _DTYPES:
-            raise FormatError(f"weights version {version}: {name} is {tensor.dtype}, which safetensors cannot hold")
         storage = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
         if tensor.numel() and storage in seen:
             continue
@@ -162,7 +170,8 @@ def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
         out.write(len(raw).to_bytes(8, "little") + raw)
-        for name, tensor in stream:
+        for name, stored in stream:
+            tensor = stored.to(CPU)
             out.seek(8 + len(raw) + starts[name])
             out.write(bytes_of(tensor).data)
             checksums[name] = checksum(tensor)

@@ -77,7 +77,7 @@ class BuiltinReplica(ServerReplica):
         reported = await process.start(command, lambda parent: {**_threads(config.threads)(parent), **key})
         return int(reported["port"])
 
-    async def prepare_updates(self) -> None:
+    async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:  # noqa: ARG002 - it loads all
         """Check that a server that was started elsewhere is a built-in one. Raises InferenceError."""
         if self._given_url is None:
             return

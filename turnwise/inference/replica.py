@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -366,6 +366,16 @@ class ServerReplica(Replica):
         if not self._process.running:
             raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
         return self.url
+
+
+def check_fit(url: str, problems: Sequence[str]) -> None:
+    """Raise InferenceError where a server cannot load what training is going to send."""
+    if problems:
+        raise InferenceError(
+            f"policies.main.model.path: the server at {url} cannot load what training would send: "
+            f"{'; '.join(problems[:5])}{' and more' if len(problems) > 5 else ''}: save the model anew "
+            "(save_pretrained of this transformers), or say inference.engine=builtin"
+        )
 
 
 def sum_of(metrics: str, name: str) -> float:

@@ -15,7 +15,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
 from turnwise.inference.routing import RoutingOptions
-from turnwise.model.core import MemoryUse, Replica, ServedName
+from turnwise.model.core import MemoryUse, Replica, ServedName, WeightManifest
 
 T = TypeVar("T")
 
@@ -94,11 +94,12 @@ class ReplicaSet:
             raise InferenceError("the servers have not been launched")
         return self._clients[adapter]
 
-    async def launch(self, *, updates: bool = False) -> None:
+    async def launch(self, *, updates: Sequence[WeightManifest] | None = None) -> None:
         """Start all servers and wait until they are ready.
 
         Args:
-            updates: Whether their weights are going to be updated, which is checked then.
+            updates: What updates of their weights will bring (:meth:`Replica.prepare_updates`); None where there are
+                none.
 
         Raises:
             ConfigError: The engine cannot be used as configured.
@@ -269,7 +270,7 @@ def _routing(config: InferenceConfig) -> RoutingOptions:
     )
 
 
-async def _launch(replica: Replica, updates: bool) -> None:
+async def _launch(replica: Replica, updates: Sequence[WeightManifest] | None) -> None:
     await replica.launch()
-    if updates:
-        await replica.prepare_updates()
+    if updates is not None:
+        await replica.prepare_updates(updates)

@@ -5,7 +5,7 @@ Requests pass the guard of every server here (``inference/guard/``) in the bridg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from turnwise.inference.engines import (
 )
 from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.process import ServerProcess, on_node
-from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
+from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica, check_fit
 from turnwise.model.core import WeightManifest
 from turnwise.placement.core import Inherited
 
@@ -132,8 +132,12 @@ class SGLangReplica(ServerReplica):
         )
         return int(reported["port"])
 
-    async def prepare_updates(self) -> None:
-        """Check that SGLang has the routes that load weights, behind the bridge. Raises InferenceError."""
+    async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:
+        """Check that SGLang has the routes that load weights, behind the bridge, and that these fit.
+
+        Raises:
+            InferenceError: They do not.
+        """
         key = "inference.server.python" if self._given_url is None else "inference.url"
         try:
             answer = await self._control.request(self._running_url(), "GET", "/missing_routes")
@@ -147,6 +151,9 @@ class SGLangReplica(ServerReplica):
                 f"{key}: the SGLang server at {self.url} cannot take new weights, for it has no {', '.join(missing)}: "
                 f"install SGLang {TESTED}"
             )
+        for manifest in announced:
+            answer = await self._control.request(self.url, "POST", "/weight_problems", wire.encode_manifest(manifest))
+            check_fit(self.url, answer["problems"])
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
         url = self._running_url()

@@ -27,7 +27,7 @@ from turnwise.inference.engines import (
 )
 from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
 from turnwise.inference.process import ServerProcess, on_node
-from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
+from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica, check_fit
 from turnwise.model.core import ServedName, WeightManifest
 from turnwise.placement.core import Inherited
 from turnwise.placement.devices import AUTO, CPU
@@ -304,11 +304,16 @@ class VLLMReplica(ServerReplica):
             self._loaded[adapter] = versions[-1].manifest
         return int(reported["port"])
 
-    async def prepare_updates(self) -> None:
-        """Check that the server has the routes and the worker that load weights. Raises InferenceError."""
+    async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:
+        """Check that the server has the routes and the worker that load weights, and that these fit.
+
+        Raises:
+            InferenceError: They do not.
+        """
         try:
             await self._control.request(self._running_url(), "GET", "/is_paused")
-            await self._worker("weight_file_problems", {"path": "", "tensors": []})
+            infos = [wire.manifest_info(manifest) for manifest in announced] or [{"path": "", "tensors": []}]
+            problems = [text for info in infos for text in await self._worker("weight_file_problems", info)]
             await self._control.request(self.url, "POST", "/init_weight_transfer_engine", {"init_info": {}})
         except InferenceError as error:
             key = "inference.server.python" if self._given_url is None else "inference.url"
@@ -317,6 +322,8 @@ class VLLMReplica(ServerReplica):
                 "inference.engine=vllm and vLLM "
                 f"{TESTED}, or start it as docs/training.md says under 'Running servers'"
             ) from error
+        if announced:
+            check_fit(self.url, problems)
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
         info = wire.manifest_info(manifest)

@@ -154,7 +154,7 @@ class WeightManifest:
 
     Attributes:
         version: Version that the server reports once these weights are loaded.
-        path: A safetensors file (shared memory on one machine).
+        path: A safetensors file (shared memory on one machine); empty where a version is announced.
         tensors: Contents of the file, all checked before any parameter changes.
         adapter: LoRA parameters; None for full weights.
     """
@@ -253,8 +253,15 @@ class Replica(ABC):
     async def resume(self) -> None:
         """Resume sampling."""
 
-    async def prepare_updates(self) -> None:  # noqa: B027 - most engines need nothing
-        """Check that weights can be updated, before the first update. Raises InferenceError, naming the remedy."""
+    async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:  # noqa: B027 - most need nothing
+        """Check that weights can be updated, before the first update.
+
+        Args:
+            announced: What updates will bring, without a path and checksums, where that is known.
+
+        Raises:
+            InferenceError: They cannot; it names the remedy.
+        """
 
     @abstractmethod
     async def update_weights(self, manifest: WeightManifest) -> int:

@@ -256,7 +256,7 @@ async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path
             assert got.weight_versions == ((versions[who], 0, 20),)
 
     try:
-        await fleet.launch(updates=True)
+        await fleet.launch(updates=())
         [replica] = fleet.replicas
         assert isinstance(replica, BuiltinReplica)
         assert await replica.update_weights(manifest_of(SOLVER, 1, 3, tmp_path)) == 3

@@ -436,7 +436,7 @@ async def test_a_server_that_runs_already_is_updated_and_left_running(lm, replic
     await attached.launch()
     try:
         assert (attached.url, attached.pid, await attached.health()) == (replica.url, None, True)
-        await attached.prepare_updates()
+        await attached.prepare_updates(())
         assert await attached.update_weights(write_weights(new.state_dict().items(), tmp_path / "w", 8)) == 8
         # Another process took it over: it gets its weights back.
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "other", 9))
@@ -457,7 +457,7 @@ async def test_a_server_without_the_routes_of_its_engine_is_refused_before_an_up
     await attached.launch()
     try:
         with pytest.raises(InferenceError, match=r"inference.url: the vLLM server at .* cannot take new weights .*404"):
-            await attached.prepare_updates()
+            await attached.prepare_updates(())
     finally:
         await attached.close()
 

@@ -122,6 +122,17 @@ def test_an_adapter_that_does_not_fit_is_named(checkpoint: Path, tmp_path: Path)
     ]  # fmt: skip
 
 
+def test_announced_weights_are_compared_without_a_file(
+    served: dict[str, Tensor], checkpoint: Path, tmp_path: Path
+) -> None:
+    manifest = replace(write_weights(served.items(), tmp_path / "w", 1), path="")
+    assert problems(manifest, checkpoint) == []
+    first, *rest = manifest.tensors
+    wide = replace(first, shape=(9, 9))
+    assert problems(replace(manifest, tensors=tuple(rest)), checkpoint) == [f"missing {first.name!r}"]
+    assert f"{first.name} has shape [9, 9]" in problems(replace(manifest, tensors=(wide, *rest)), checkpoint)[0]
+
+
 def test_a_weight_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_missing(
     served: dict[str, Tensor], tmp_path: Path
 ) -> None:

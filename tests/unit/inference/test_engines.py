@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,8 +64,8 @@ class OwnEngine(Replica):
         self.events.append("launch")
         self.launched.set()
 
-    async def prepare_updates(self) -> None:
-        self.events.append("prepare")
+    async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:
+        self.events.append(f"prepare {len(announced)}")
 
     async def wait_died(self) -> EngineDied:
         await self._died.wait()
@@ -110,7 +111,7 @@ def own(**changes: Any) -> InferenceConfig:
 async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     fleet = ReplicaSet(own(replicas=2), Path("model"), logs=tmp_path)
     with caplog.at_level(logging.WARNING):
-        await fleet.launch(updates=True)
+        await fleet.launch(updates=())
     try:
         assert "model is served in red" in caplog.text
         assert [engine.given for engine in OwnEngine.instances] == [
@@ -124,7 +125,7 @@ async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCap
         assert await fleet.stats() == {"restarts": 1.0, "ejections": 1.0, "resumed_tokens": 0.0}
     finally:
         await fleet.close()
-    first = ["launch", "prepare", "pause True", "resume", "close"]
+    first = ["launch", "prepare 0", "pause True", "resume", "close"]
     assert OwnEngine.instances[0].events == first
     assert OwnEngine.instances[1].events == [*first[:-1], "restart", "close"]
 

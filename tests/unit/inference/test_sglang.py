@@ -181,7 +181,7 @@ async def test_completion_across_an_update_has_a_version_per_span(
     stack: Stack, tmp_path: Path, stream: bool, paused: str | None
 ) -> None:
     old = key_of(stack.model)
-    await stack.replica.prepare_updates()
+    await stack.replica.prepare_updates(())
     task = await started(stack, LONG, stream=stream)
     if paused is not None:
         await stack.replica.pause(abort=paused == "abort")
@@ -249,6 +249,8 @@ async def test_misfit_weights_are_refused_and_a_failed_update_counts_as_a_death(
     few = write_weights([(NAMES[0], torch.zeros(4, 3))], tmp_path / "few", 4)
     with pytest.raises(RequestRefused, match=rf"cannot load weights version 4: .*missing '{NAMES[1]}'; it keeps"):
         await stack.replica.update_weights(few)
+    with pytest.raises(InferenceError, match=rf"cannot load what training would send: .*missing '{NAMES[1]}'"):
+        await stack.replica.prepare_updates([replace(few, path="")])
     check(await stack.client.generate(PROMPT, SHORT, session_id=""), [(64, key)])
 
     def broken(folder: Path) -> int:
@@ -265,13 +267,13 @@ async def test_servers_that_cannot_take_weights_are_told_before_a_rollout(model:
     opened = Stack(model, side)
     await opened.open(("/pause_generation",))
     with pytest.raises(InferenceError, match=r"it has no /pause_generation: install SGLang 0\.5"):
-        await opened.replica.prepare_updates()
+        await opened.replica.prepare_updates(())
     # SGLang itself, without the bridge.
     url = opened.native_url
     bare = SGLangReplica(model, InferenceConfig(url=url), log_file=model / "log", url=url)
     await bare.launch()
     with pytest.raises(InferenceError, match="name the bridge of an SGLang server"):
-        await bare.prepare_updates()
+        await bare.prepare_updates(())
     await bare.close()
     await opened.close()
 

@@ -183,6 +183,7 @@ class Bridge:
                 web.get("/weight_info", self._weight_info),
                 web.get("/metrics", self._metrics),
                 web.get("/missing_routes", self._missing_routes),
+                web.post("/weight_problems", self._weight_problems),
                 web.get("/is_paused", self._is_paused),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
@@ -372,6 +373,10 @@ class Bridge:
                 await self._native.ask("POST", "/continue_generation", {})
                 self._open.set()
         return web.json_response({"weight_version": str(self.version)})
+
+    async def _weight_problems(self, request: web.Request) -> web.Response:
+        info = (await request.json())["update_info"]
+        return web.json_response({"problems": await asyncio.to_thread(self._problems, info)})
 
     def _problems(self, info: dict[str, Any]) -> list[str]:
         # Here and below: it imports torch, which the bridge needs for updates alone.

@@ -59,20 +59,23 @@ def find_problems(manifest: Mapping[str, Any], directory: str | Path, *, tied: b
     """Return what is wrong with a weight file, before anything of it is loaded.
 
     Args:
-        manifest: ``update_info`` of ``/update_weights`` as the built-in server takes it (``inference/wire.py``).
+        manifest: ``update_info`` of ``/update_weights`` as the built-in server takes it (``inference/wire.py``). With
+            an empty path it announces later files: names and shapes are compared.
         directory: Model directory that the server was launched with.
         tied: Whether the output matrix is the embedding.
     """
     served = checkpoint_shapes(directory)
     if not served:
         return [f"{directory} has no *.safetensors to compare with: save the model in that format"]
-    tensors, damaged = map_weights(manifest)
-    if damaged and not tensors:
-        return damaged
+    damaged: list[str] = []
+    if manifest["path"]:
+        tensors, damaged = map_weights(manifest)
+        if damaged and not tensors:
+            return damaged
     shapes = {entry["name"]: tuple(entry["shape"]) for entry in manifest["tensors"]}
     adapter = manifest.get("adapter")
-    fits = adapter_problems(adapter, shapes, served) if adapter else _full_problems(shapes, served, tied)
-    return damaged + fits
+    misfits = adapter_problems(adapter, shapes, served) if adapter else _full_problems(shapes, served, tied)
+    return damaged + misfits
 
 
 def map_weights(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -368,7 +368,7 @@ class RankModel:
         """Return type and shape of what :meth:`export` returns of all parameters, or factors."""
         if (lora := self.policy.lora) is None:
             return self.weights.types(dtype)
-        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in lora.tensors()}
+        return lora.types()
 
     def export(self, name: str, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
         """Return what servers need of a parameter, or a factor, as whole tensors, in the first rank; else None."""

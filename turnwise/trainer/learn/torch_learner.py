@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, resolve_device
+from turnwise.engine.weights import WeightStream
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.algorithms.losses.core import LossSums
@@ -24,6 +25,7 @@ from turnwise.trainer.learn.learner import Learner, Objective, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
 from turnwise.trainer.model.value_head import read_state
+from turnwise.trainer.model.weights import PolicyWeights
 
 # glibc's names for what mallopt sets (malloc.h), and the limits: larger blocks still come from the system and go back
 # to it, and so does what is free at the end of the heap beyond the second one.
@@ -225,7 +227,10 @@ class TorchLearner(Learner):
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They may be live: copy to keep."""
-        return self.policy.named_weights(dtype) if self.policy.lora is None else self.policy.lora.tensors()
+        if (lora := self.policy.lora) is not None:
+            return WeightStream(lora.types(), lora.tensors())
+        weights = PolicyWeights(self.policy.model, None)
+        return WeightStream(weights.types(dtype), weights.read(dtype))
 
     @property
     def adapter(self) -> AdapterInfo | None:

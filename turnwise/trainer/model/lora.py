@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from turnwise.engine.checkpoint_names import TensorType
 from turnwise.engine.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -55,6 +56,10 @@ class LoRA:
         for name, layer in self._layers.items():
             yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
             yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
+
+    def types(self) -> dict[str, TensorType]:
+        """Return type and shape of what :meth:`tensors` yields, by name."""
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors()}
 
     def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict of the bare model with the adapters merged, given that of the model with adapters."""

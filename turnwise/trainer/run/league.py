@@ -146,7 +146,7 @@ class League:
             logs = run / "logs" / f"frozen-{name}-{slot}"
             fleet = ReplicaSet(config.inference, Path(policy.config.policy.model.path), logs=logs)
             stack.push_async_callback(fleet.close)
-            await fleet.launch(updates=True)
+            await fleet.launch(updates=())
             fleets.append(fleet)
             transports.append(
                 stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))

@@ -15,10 +15,11 @@ import torch
 from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
+from turnwise.engine.weights import WeightStream, tensor_entries
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import LLMClient, Renderer, ServedPolicy
+from turnwise.model.core import AdapterInfo, LLMClient, Renderer, ServedPolicy, WeightManifest
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.critic import Critic
@@ -120,7 +121,8 @@ class TrainedPolicy(LoadedPolicy):
         ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
         fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
         stack.push_async_callback(fleet.close)
-        await fleet.launch(updates=True)
+        announced = [_announced(policy, policy.name if named else None) for policy in loaded]
+        await fleet.launch(updates=[manifest for manifest in announced if manifest is not None])
         served = []
         for policy, transport in zip(loaded, transports, strict=True):
             client = LedgerClient(fleet.client_of(policy.name if named else None), book)
@@ -158,9 +160,7 @@ class TrainedPolicy(LoadedPolicy):
 
     async def publish_weights(self, version: int) -> None:
         """Send the learner's weights to the servers as a version. Raises InferenceError."""
-        adapter = self.learner.adapter
-        if self.named and adapter is not None:
-            adapter = replace(adapter, name=self.name)
+        adapter = _served_adapter(self.learner, self.name if self.named else None)
         send = partial(send_weights, self.learner, dtype=weight_dtype(self.config))
         await self.transport.publish(send, self.fleet.replicas, version, adapter=adapter)
 
@@ -192,6 +192,19 @@ async def check_routes(client: LLMClient, model: Path) -> None:
             f"inference.routed_experts is true, but servers report {problem} as in model.path ({model}): serve that "
             "model (inference.url), or set routed_experts to false"
         )
+
+
+def _served_adapter(learner: Learner, name: str | None) -> AdapterInfo | None:
+    adapter = learner.adapter
+    return adapter if adapter is None or name is None else replace(adapter, name=name)
+
+
+def _announced(policy: LoadedPolicy, name: str | None) -> WeightManifest | None:
+    """Return what updates will bring, without a file; None where the learner's engine does not know it before."""
+    stream = policy.learner.export_weights(weight_dtype(policy.config))
+    if not isinstance(stream, WeightStream):
+        return None
+    return WeightManifest(0, "", tensor_entries(stream.described), _served_adapter(policy.learner, name))
 
 
 def serves_by_name(config: TrainConfig) -> bool:
