@@ -98,7 +98,7 @@ class ReplicaSet:
         """Start all servers and wait until they are ready.
 
         Args:
-            updates: What updates of their weights will bring (:meth:`Replica.prepare_updates`); None where there are
+            updates: What updates of their weights will bring (:meth:`~turnwise.model.core.Replica.prepare_updates`); None where there are
                 none.
 
         Raises:
