@@ -98,8 +98,8 @@ class ReplicaSet:
         """Start all servers and wait until they are ready.
 
         Args:
-            updates: What updates of their weights will bring (:meth:`~turnwise.model.core.Replica.prepare_updates`); None where there are
-                none.
+            updates: What updates of their weights will bring, for
+                :meth:`~turnwise.model.core.Replica.prepare_updates`; None where there are none.
 
         Raises:
             ConfigError: The engine cannot be used as configured.
