@@ -35,6 +35,7 @@ from turnwise.engine.capacity import rope_limit
 from turnwise.errors import InferenceError, MissingExtraError, RenderError, SessionError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
+from turnwise.inference.guard.turnwise_guard import Guard
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest
 from turnwise.model.canonical import canonical_messages
@@ -385,7 +386,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
     Raises InferenceError, RenderError without a tokenizer, MissingExtraError without the extra ``serve``.
     """
     config = spec.config
-    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
     torch.set_num_threads(config.threads)
     encoder = Encoder(spec.model)
     from transformers.utils import logging as hf_logging
@@ -398,9 +399,8 @@ def serve_reward(spec: RewardServerSpec) -> None:
     def on_loop() -> None:
         threading.Thread(target=batcher.run, name="classifier", daemon=True).start()
 
-    process.run(
-        app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report={"max_model_len": classifier.max_context}
-    )
+    guard, report = Guard(app, config.allowed_hosts), {"max_model_len": classifier.max_context}
+    process.run(guard, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
 
 
 def main(arguments: list[str] | None = None) -> int:

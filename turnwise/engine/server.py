@@ -33,7 +33,7 @@ from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
 from turnwise.inference import wire
 from turnwise.inference.config import ServeConfig
-from turnwise.inference.guard.turnwise_guard import control_key
+from turnwise.inference.guard.turnwise_guard import Guard, control_key
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
 from turnwise.placement.usage import process_memory
@@ -417,9 +417,7 @@ def serve(spec: ServerSpec) -> None:
     # Most of a start is imports, which make no garbage: a tenth of it went into looking for some.
     gc.disable()
     config = spec.config
-    process = HTTPProcess(
-        config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts, control_key()
-    )
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
     engine, stop_strings, guides = _load(spec, lambda outputs: app.deliver(outputs))  # noqa: PLW0108 - made below
     if spec.paused:
         engine.pause(abort=False)
@@ -430,7 +428,8 @@ def serve(spec: ServerSpec) -> None:
         threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
 
     report = {"max_model_len": engine.max_context}
-    process.run(app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
+    guard = Guard(app, config.allowed_hosts, control_key())
+    process.run(guard, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
     engine.close()
 
 

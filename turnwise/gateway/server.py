@@ -30,6 +30,7 @@ from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.sessions import FIXED_SAMPLING, Sessions
+from turnwise.inference.guard.turnwise_guard import Guard
 from turnwise.inference.process import HTTPProcess, LaunchedServer, ServerProcess, process_main
 from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT
 from turnwise.inference.replica_set import ReplicaSet, client_of
@@ -117,7 +118,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
     config = spec.config
-    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
+    process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd)
     # Only now it is known that uvicorn is there.
     from turnwise.gateway.http_guard import guarded
 
@@ -135,7 +136,8 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         stack.callback(collecting.cancel)
         limits = config.limits
         protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
-        return await process.serve(app, what=what, report_fd=spec.report_fd, report=report, protocol=protocol)
+        guard = Guard(app, config.allowed_hosts)
+        return await process.serve(guard, what=what, report_fd=spec.report_fd, report=report, protocol=protocol)
 
 
 async def _served(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tuple[SessionApp, dict[str, Any]]:

@@ -238,7 +238,7 @@ def engine_environment(
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(map(str, (*paths, _GUARD))),
-        ALLOWED_HOSTS: ",".join(config.allowed_hosts),
+        **({ALLOWED_HOSTS: ",".join(config.allowed_hosts)} if config.allowed_hosts else {}),
         "OMP_NUM_THREADS": str(config.threads),
         "TOKENIZERS_PARALLELISM": "false",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),

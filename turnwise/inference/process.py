@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ import orjson
 from pydantic import BaseModel
 
 from turnwise.errors import EngineDied, InferenceError, MissingExtraError, PlacementError, TurnwiseError
-from turnwise.inference.guard.turnwise_guard import Guard, is_loopback
+from turnwise.inference.guard.turnwise_guard import is_loopback
 from turnwise.inference.wire import BadRequest
 from turnwise.placement.core import Command, Environment, Inherited, PlacedProcess, Program
 from turnwise.placement.local import current_placement
@@ -240,23 +240,13 @@ class HTTPProcess:
         port: Port to bind; 0 for a free one.
         log_level: Of uvicorn.
         lifeline: Inherited descriptor whose end of file ends this process, or None.
-        allowed_hosts: Further names for :class:`Guard`.
-        key: Of control routes, as for :class:`Guard`.
 
     Raises:
         InferenceError: The port cannot be bound.
         MissingExtraError: A package of the extra ``serve`` is missing.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        log_level: str,
-        lifeline: int | None,
-        allowed_hosts: Sequence[str] = (),
-        key: str | None = None,
-    ) -> None:
+    def __init__(self, host: str, port: int, log_level: str, lifeline: int | None) -> None:
         try:
             import uvicorn
         except ImportError as error:
@@ -266,7 +256,6 @@ class HTTPProcess:
         self._began = time.monotonic()
         self._uvicorn = uvicorn
         self._log_level = log_level
-        self._allowed_hosts, self._key = allowed_hosts, key
         self._listener = bind(host, port)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -330,7 +319,7 @@ class HTTPProcess:
 
     def _options(self, app: Any, protocol: type[asyncio.Protocol] | None = None) -> Any:
         return self._uvicorn.Config(
-            Guard(app, self._allowed_hosts, self._key),
+            app,
             log_config=None,
             log_level=self._log_level,
             access_log=False,

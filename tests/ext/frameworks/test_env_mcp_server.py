@@ -11,6 +11,7 @@ import socket
 import sys
 from urllib.parse import urlsplit
 
+import aiohttp
 import mcp_types
 import psutil
 import pytest
@@ -309,6 +310,21 @@ class TestProcesses:
                 for peer in accepted:
                     with socket.socket(fileno=os.dup(peer.fd)) as connection:
                         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def test_page_of_another_site_is_refused_on_any_address(self) -> None:
+        addresses: asyncio.Queue[str] = asyncio.Queue()
+        serving = asyncio.create_task(EnvServer(LookupEnv, "lookup").serve_http("0.0.0.0", 0, addresses.put_nowait))
+        try:
+            url = (await addresses.get()).replace("0.0.0.0", "127.0.0.1")
+            async with aiohttp.ClientSession() as page:
+                for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+                    async with page.post(url, json={}, headers=headers) as answer:
+                        assert answer.status == 403
+            async with Client(url) as client:
+                assert texts(await client.call_tool("task", {}))
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)

@@ -205,7 +205,7 @@ async def test_a_request_that_a_page_of_another_site_can_send_is_refused(
 
 async def test_what_changes_a_server_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONTROL_KEY, "k")
-    monkeypatch.setenv(ALLOWED_HOSTS, "")
+    monkeypatch.setenv(ALLOWED_HOSTS, "a.example,b.example")
     guard = ControlGuard(reply)
     assert CONTROL_KEY not in os.environ, "what the server starts does not inherit it"
     changing = ("/pause", "/update_weights", "/collective_rpc", "/v1/load_lora_adapter", "/sleep", "/never_heard_of")
@@ -216,6 +216,8 @@ async def test_what_changes_a_server_needs_its_key(monkeypatch: pytest.MonkeyPat
         assert await answered(Guard(reply, key=""), "POST", path, {KEY_HEADER: ""}) == 401
     for method, path in (("GET", "/health"), ("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions")):
         assert await answered(guard, method, path, {}) == 200
+    for host, status in (("b.example", 200), ("c.example", 403), ("", 403)):
+        assert await answered(guard, "GET", "/health", {"host": host}) == status
 
 
 def test_processes_of_others_code_inherit_no_control_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
 from turnwise.images import readable_text
+from turnwise.inference.guard.turnwise_guard import Guard
 from turnwise.inference.process import bind
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
@@ -289,7 +290,8 @@ class EnvServer:
         listener = bind(host, port)
         app = self.server().streamable_http_app(host=host, session_idle_timeout=IDLE_S)
         config = uvicorn.Config(
-            _Sessions(app, self),
+            # The SDK looks at names of hosts on loopback addresses only.
+            Guard(_Sessions(app, self)),
             log_level="warning",
             access_log=False,
             lifespan="on",

@@ -20,6 +20,7 @@ KEY_HEADER: Final = "X-Turnwise-Key"
 CONTROL_KEY: Final = "TURNWISE_CONTROL_KEY"
 """Environment variable with the key of a server's control routes, sent as :data:`KEY_HEADER`."""
 ALLOWED_HOSTS: Final = "TURNWISE_ALLOWED_HOSTS"
+"""Environment variable with further names of hosts, separated by commas."""
 _KEY_NAME = KEY_HEADER.lower().encode()
 _SAMPLING = ("/v1/", "/v2/", "/inference/v1/", "/tokenize", "/detokenize")
 # What a page may send to another site without asking it.
@@ -61,13 +62,8 @@ class Guard:
         self._key = key
         # Agents' own clients of a gateway name any type: there the address is the secret.
         self._checked = (b"host", b"origin") if key is None else (b"host", b"origin", b"content-type")
-        patterns = [pattern.lower() for pattern in (socket.gethostname(), *allowed)]
-
-        @lru_cache(maxsize=64)
-        def find(name: bytes, value: bytes) -> Refusal | None:
-            return _find_problem(name, value, patterns)
-
-        self._find = find
+        further = os.environ.get(ALLOWED_HOSTS, "").split(",")
+        self._names = tuple(name.lower() for name in (socket.gethostname(), *allowed, *further) if name)
 
     def refusal(self, method: str, path: str, headers: Iterable[Sequence[bytes]]) -> Refusal | None:
         """Return why a request is refused, or None."""
@@ -76,7 +72,7 @@ class Guard:
             name = header.lower()
             if name == _KEY_NAME:
                 key = value
-            elif name in self._checked and (refusal := self._find(name, value)):
+            elif name in self._checked and (refusal := _find_problem(name, value, self._names)):
                 return refusal
         samples = path.startswith(_SAMPLING) and not path.endswith("lora_adapter")
         if self._key is None or samples or method in ("GET", "HEAD", "OPTIONS"):
@@ -105,24 +101,26 @@ class Guard:
 
 
 class ControlGuard(Guard):
-    """The guard of a process whose key and further hosts are in its environment."""
+    """The guard of a process whose key is in its environment."""
 
     def __init__(self, app: Any = None) -> None:
-        super().__init__(app, filter(None, os.environ.get(ALLOWED_HOSTS, "").split(",")), control_key())
+        super().__init__(app, key=control_key())
 
 
-def _find_problem(header: bytes, value: bytes, patterns: Sequence[str]) -> Refusal | None:
+@lru_cache(maxsize=64)
+def _find_problem(header: bytes, value: bytes, names: tuple[str, ...]) -> Refusal | None:
     field = header.decode().title()
     subject = f"{field} is {value.decode('latin-1')[:_LONGEST_QUOTE]!r}"
     if header == b"content-type":
         unasked = value.partition(b";")[0].strip().lower() in _UNASKED
         return _refuse(415, field, f"{subject}: send application/json") if unasked else None
     name = _host_name(value)
-    if is_loopback(name) or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+    if is_loopback(name) or any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
         return None
     if header == b"host" and _address(name):
         return None
     remedy = "request it by an address, as localhost or by this machine's name, or name the host in allowed_hosts"
+    remedy += f" (or in {ALLOWED_HOSTS})"
     return _refuse(403, field, f"{subject}, which is not this server's: {remedy}")
 
 
