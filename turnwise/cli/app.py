@@ -54,6 +54,7 @@ app.command("view")(runs.view)
 app.command("audit")(runs.audit)
 app.command("timeline")(runs.timeline)
 app.add_typer(envs.app, name="envs")
+app.command("init")(envs.init)
 
 
 def _add_plugged_in_commands() -> None:

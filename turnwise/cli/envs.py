@@ -1,9 +1,12 @@
-"""The commands ``turnwise envs`` and ``turnwise envs show``: which environments there are, and what one looks like."""
+"""The commands ``turnwise envs``, ``envs show`` and ``init``: environments there are, and the package of a new one."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import keyword
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 CHECKED_TASKS = 3
 """Tasks that ``envs show`` has the checker play."""
+
+TEMPLATES: Final = Path(__file__).with_name("project_files")
 
 app = typer.Typer(help="List environments; `turnwise envs show NAME` prints one with its first observation.")
 
@@ -140,3 +145,35 @@ def _print_observation(first: FirstObservation, console: Console) -> None:
 def _shortened(names: tuple[str, ...], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "-"
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the environment, such as price-check.", show_default=False)],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The project's directory; by default ./NAME.", show_default=False)
+    ] = None,
+) -> None:
+    """Begin a package for a new environment: environment, tasks, reward, tests, configuration, README and CI file."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from turnwise.envs.registration import env_names
+    from turnwise.errors import ConfigError
+
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise ConfigError(f"NAME is {name!r}: write lower-case words joined by - or _, such as price-check")
+    package = name.replace("-", "_")
+    if name in env_names() or package in env_names() or package == "turnwise":
+        raise ConfigError(f"NAME is {name!r}, which is taken by an environment: choose another name")
+    folder = directory or Path.cwd() / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty directory: choose another one with --dir")
+    words = {"name": name, "package": package, "class": "".join(map(str.capitalize, package.split("_"))) + "Env"}
+    templates = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    names = templates.list_templates()
+    for template in names:
+        file = folder / template.removesuffix(".jinja").replace("PACKAGE", package).replace("dot-", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(templates.get_template(template).render(words), encoding="utf-8")
+    typer.echo(f"{folder}: {len(names)} files; begin with its README.md and src/{package}/env.py")

@@ -64,7 +64,6 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
         "convert-gguf": "turnwise.ext.frameworks.commands:convert_gguf",
         "export-env": "turnwise.ext.frameworks.commands:export_env",
-        "init": "turnwise.ext.checks.commands:init",
         "mcp": "turnwise.ext.frameworks.commands:mcp",
         "replay": "turnwise.ext.checks.commands:replay",
         "report": "turnwise.ext.report.command:report",

@@ -640,6 +640,24 @@ async def test_default_tasks_are_played_and_leaked_answers_found():
     assert (await check_env(OwnTasks, tasks=load_tasks(all_answers_listed, limit=3))).ok
 
 
+class Confirms(Good):
+    """The state earns its reward, and the last message of every solution is one that the question asks for."""
+
+    def reset(self, task=None, *, seed=None):
+        messages, info = super().reset(task, seed=seed)
+        return f"{messages} of {seed}: then say done", info
+
+    def score(self, final):
+        return 0.0
+
+    def solve(self):
+        yield "done"
+
+
+async def test_last_message_that_is_the_same_for_every_question_is_no_leaked_answer():
+    assert "answers" not in {finding.check for finding in (await check_env(Confirms)).findings}
+
+
 class NoTasks(Good):
     default_tasks = f"{__name__}:nothing"
 

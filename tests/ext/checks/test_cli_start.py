@@ -35,6 +35,28 @@ class Silent(ToolEnv):
     def reset(self, task=None, *, seed=None):
         return "hm", {}
 """
+COUNTER = """
+import random
+import turnwise
+
+class Counter(turnwise.ToolEnv):
+    def reset(self, task=None, *, seed=None):
+        self.goal, self.value = random.Random(seed).randrange(9), None
+        return f"Set it to {self.goal}", {}
+
+    @turnwise.function_tool
+    def assign(self, value: int) -> str:
+        "Set it."
+        self.value = value
+        return "ok"
+
+    def score(self, final):
+        return float(self.value == self.goal)
+
+    def solve(self):
+        yield turnwise.tool_call("assign", value=self.goal)
+        yield "done"
+"""
 
 
 def run(*arguments: str) -> str:
@@ -165,6 +187,22 @@ async def test_a_share_of_the_demonstrations_is_wrong() -> None:
     # An answer of another one is right by chance.
     assert 35 <= sum(a != b for a, b in zip(last(right), last(half), strict=True)) <= 50
     assert set(last(half)) <= set(last(right))
+
+
+async def test_wrong_demonstrations_of_a_state_that_earns_the_reward_have_other_calls(tmp_path: Path) -> None:
+    (tmp_path / "counter.py").write_text(COUNTER)
+    plan = FirstModel(EnvSpec(f"{tmp_path}/counter.py:Counter"), demonstrations=100, wrong=0.5)
+    rows = await demonstrate(plan)
+    wrong = [row for row in rows if _set_to(row) != row["messages"][0]["content"].removeprefix("Set it to ")]
+    assert 35 <= len(wrong) <= 50
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        assert row["messages"][1]["tool_calls"][0]["id"] == row["messages"][2]["tool_call_id"]
+
+
+def _set_to(row: dict[str, Any]) -> str:
+    return str(json.loads(row["messages"][1]["tool_calls"][0]["function"]["arguments"])["value"])
 
 
 @pytest.mark.long

@@ -56,8 +56,8 @@ class FirstModel:
         seed: Of the weights, the reset seeds and the order of the demonstrations.
         width: Hidden size.
         layers: Number of layers.
-        wrong: Share of the demonstrations that end with the answer of another one. Imitation then leaves a success
-            that training can raise; with 0 a simple task is solved before it begins.
+        wrong: Share of the demonstrations that end with the answer of another one, or where all end alike with its
+            last calls. Imitation then leaves a success that training can raise; with 0 a simple task is solved before.
     """
 
     env: EnvSpec
@@ -87,17 +87,39 @@ async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
 
 
 def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel) -> list[dict[str, Any]]:
-    """Let a share of the conversations end with another one's answer; what ends with a call stays."""
+    """Let a share of the conversations end with another one's answer; where all end alike, with its last calls."""
     rng = random.Random(plan.seed)
-    answers = [row["messages"][-1] for row in rows]
-    texts = [answer for answer in answers if answer["role"] == "assistant" and not answer.get("tool_calls")]
-    changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if texts else set()
+    texts = {row["messages"][-1]["content"] for row in rows if not _is_act(row["messages"][-1])}
+    positions = [_answer_position(row["messages"], by_text=len(texts) > 1) for row in rows]
+    answers = [row["messages"][position] for row, position in zip(rows, positions, strict=True) if position is not None]
+    changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if answers else set()
     return [
-        {**row, "messages": [*row["messages"][:-1], rng.choice(texts)]}
-        if number in changed and any(answers[number] is text for text in texts)
-        else row
-        for number, row in enumerate(rows)
+        _with_answer(row, position, rng.choice(answers)) if number in changed and position is not None else row
+        for number, (row, position) in enumerate(zip(rows, positions, strict=True))
     ]
+
+
+def _is_act(message: dict[str, Any]) -> bool:
+    return message["role"] != "assistant" or bool(message.get("tool_calls"))
+
+
+def _answer_position(messages: list[dict[str, Any]], *, by_text: bool) -> int | None:
+    """Return where a conversation's answer stands: its last text, or its last calls."""
+    if by_text:
+        return None if _is_act(messages[-1]) else len(messages) - 1
+    return max((index for index, message in enumerate(messages) if message.get("tool_calls")), default=None)
+
+
+def _with_answer(row: dict[str, Any], position: int, answer: dict[str, Any]) -> dict[str, Any]:
+    messages = list(row["messages"])
+    message = {**messages[position], "content": answer["content"]}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in [*answer["tool_calls"], *calls[len(answer["tool_calls"]) :]]]
+        message["tool_calls"] = [
+            {**call, "function": function} for call, function in zip(calls, functions, strict=False)
+        ]
+    messages[position] = message
+    return {**row, "messages": messages}
 
 
 def _cycle_tasks(source: str | None) -> Iterator[Task | None]:

@@ -107,6 +107,8 @@ async def answers(context: CheckContext) -> None:
         async with context.new_episode(task, seed) as episode:
             texts_by_location = _searched_texts(episode.env, episode.messages)
             episodes_searched.append((await _answers_of(context, episode), texts_by_location))
+    constant = _constant_answers(episodes_searched)
+    episodes_searched = [(episode_answers - constant, texts) for episode_answers, texts in episodes_searched]
     for location in sorted({location for _, texts_by_location in episodes_searched for location in texts_by_location}):
         texts = [texts_by_location.get(location, "") for _, texts_by_location in episodes_searched]
         leaked = [
@@ -124,9 +126,17 @@ async def answers(context: CheckContext) -> None:
         context.add_finding(
             "answers",
             f"the answer occurs in the {location} in {len(leaks)} of {sum(has_answer)} episodes, such as {leaks[0]!r}",
-            "remove it, or rename the field of task.data where it is not an answer",
+            "remove it, or where it is no answer rename the field of task.data, or let solve() end with another text",
             severity="error" if is_certain else "warning",
         )
+
+
+def _constant_answers(episodes_searched: Sequence[tuple[set[str], dict[str, str]]]) -> set[str]:
+    """Return what all of several different questions are answered with, such as ``done``: it answers none of them."""
+    prompts = {texts.get("prompt", "") for _, texts in episodes_searched}
+    return (
+        set.intersection(*(episode_answers for episode_answers, _ in episodes_searched)) if len(prompts) > 1 else set()
+    )
 
 
 def _chance_share(episodes_searched: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
