@@ -75,7 +75,7 @@ class EvalPlan(Section):
         max_prompt_tokens: Drop tasks with longer prompts (their number is printed). Counts the task's prompt and the
             tools, not what the environment adds at reset.
         samples: Episodes per task at ``rollout.temperature``; 0 for none.
-        greedy: Whether each task also gets one episode at temperature 0.
+        greedy: Whether each task also gets one episode at temperature 0; not by default where a hosted endpoint answers.
         success_reward: Minimum reward of a success.
         role: Multi-agent episodes: score the mean over this role's sessions. By default the sum over all sessions of
             the evaluated policy.
@@ -179,7 +179,8 @@ class EvalConfig(EvalPlan):
     """
 
     model: ConfigPath | None = Field(
-        description="the directory of a Hugging Face model; turnwise make-model makes a small one"
+        description="the directory of a Hugging Face model; turnwise make-model makes a small one. A hosted endpoint has "
+        "url and hosted.model instead"
     )
     url: str | None = None
     hosted: HostedConfig | None = None
@@ -194,8 +195,10 @@ class EvalConfig(EvalPlan):
 
     @model_validator(mode="before")
     @classmethod
-    def _allow_missing_model(cls, data: Any) -> Any:
-        return without_model(data)
+    def _fit_hosted(cls, data: Any) -> Any:
+        data = without_model(data)
+        is_hosted = isinstance(data, dict) and data.get("hosted") is not None
+        return {"greedy": False, **data} if is_hosted else data
 
     @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:

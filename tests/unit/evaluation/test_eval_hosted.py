@@ -121,7 +121,7 @@ class OverMessages(Agent):
 async def evaluate(there: Provider, out: Path, *more: str) -> int:
     """Run the command in a thread of its own: the endpoint answers in this one."""
     words = ["eval", "lookup", "--url", there.url, "--key-env", "TEST_EVAL_KEY", "hosted.model=big"]
-    words += ["--tasks", TASKS, "-n", "2", "--no-greedy", "--out", str(out), "rollout.max_turns=5", *more]
+    words += ["--tasks", TASKS, "-n", "2", "--out", str(out), "rollout.max_turns=5", *more]
 
     def run() -> int:
         with pytest.raises(SystemExit) as exited:
@@ -258,7 +258,8 @@ def test_settings_that_hosted_endpoints_lack_are_refused(tmp_path: Path) -> None
     rollout = RolloutConfig(env=SpecConfig(name="lookup"))
     url = "https://a.test/v1"
     with pytest.raises(ValueError, match="no greedy together with hosted"):
-        EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout)
+        EvalConfig(url=url, hosted=HostedConfig(), greedy=True, rollout=rollout)
+    assert not EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout).greedy
     for search, message in (
         ({"kind": "tree", "branches": 2, "scorer": "environment"}, "search.kind best_of_n instead of tree"),
         ({"kind": "best_of_n", "samples": 2, "scorer": "likelihood"}, "another search.scorer than likelihood"),
