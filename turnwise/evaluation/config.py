@@ -75,7 +75,7 @@ class EvalPlan(Section):
         max_prompt_tokens: Drop tasks with longer prompts (their number is printed). Counts the task's prompt and the
             tools, not what the environment adds at reset.
         samples: Episodes per task at ``rollout.temperature``; 0 for none.
-        greedy: Whether each task also gets one episode at temperature 0; not by default where a hosted endpoint answers.
+        greedy: Whether each task also gets one episode at temperature 0; by default not of a hosted endpoint.
         success_reward: Minimum reward of a success.
         role: Multi-agent episodes: score the mean over this role's sessions. By default the sum over all sessions of
             the evaluated policy.
@@ -179,8 +179,8 @@ class EvalConfig(EvalPlan):
     """
 
     model: ConfigPath | None = Field(
-        description="the directory of a Hugging Face model; turnwise make-model makes a small one. A hosted endpoint has "
-        "url and hosted.model instead"
+        description="the directory of a Hugging Face model; turnwise make-model makes a small one; or, of a hosted "
+        "endpoint, url and hosted.model"
     )
     url: str | None = None
     hosted: HostedConfig | None = None
