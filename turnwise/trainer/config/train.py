@@ -216,26 +216,17 @@ def check_teacher_named(config: TrainConfig) -> None:
         )
 
 
+# Of verl and TRL.
 _FOREIGN_KEYS: Final = {
-    # verl's
-    "actor_rollout_ref": "policies.main or rollout",
-    "adv_estimator": "algorithm.advantage",
-    "clip_ratio_high": "algorithm.loss_options",
-    "clip_ratio_low": "algorithm.loss_options",
-    "kl_loss_coef": "algorithm.kl.coef",
-    "loss_mode": "algorithm.loss",
-    "max_assistant_turns": "rollout.max_turns",
-    "ppo_epochs": "algorithm.epochs",
-    "ppo_mini_batch_size": "algorithm.minibatches",
-    "train_batch_size": "batch.groups",
-    "use_kl_loss": "algorithm.kl",
-    # TRL's
-    "beta": "algorithm.kl.coef",
-    "learning_rate": "policies.main.optim.lr",
-    "max_completion_length": "rollout.max_tokens_per_turn",
-    "max_steps": "steps",
+    "actor_rollout_ref": "policies.main or rollout", "adv_estimator": "algorithm.advantage",
+    "clip_ratio_high": "algorithm.loss_options", "clip_ratio_low": "algorithm.loss_options",
+    "kl_loss_coef": "algorithm.kl.coef", "loss_mode": "algorithm.loss", "max_assistant_turns": "rollout.max_turns",
+    "ppo_epochs": "algorithm.epochs", "ppo_mini_batch_size": "algorithm.minibatches",
+    "train_batch_size": "batch.groups", "use_kl_loss": "algorithm.kl",
+    "beta": "algorithm.kl.coef", "learning_rate": "policies.main.optim.lr",
+    "max_completion_length": "rollout.max_tokens_per_turn", "max_steps": "steps",
     "num_generations": "rollout.group_size",
-}
+}  # fmt: skip
 
 
 class TrainConfig(Section):
