@@ -13,8 +13,8 @@ from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.policies import serves_by_name
 from turnwise.trainer.train import run_train
+from turnwise.trainer.weight_sync import serves_by_name
 
 
 @pytest.fixture(scope="module", autouse=True)

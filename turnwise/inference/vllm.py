@@ -165,16 +165,18 @@ def write_adapter(manifest: WeightManifest, folder: Path, base: Path) -> None:
         shutil.copyfileobj(source, out)
 
 
+def adapter_room(ranks: Sequence[int]) -> tuple[int, int]:
+    """Return how many adapters vLLM makes room for on each device, and of which rank, for adapters of these ranks."""
+    # While requests of older versions run to their end, each has two at a time, or waits.
+    return 2 * len(ranks), next((rank for rank in _RANKS if rank >= max(ranks)), max(ranks))
+
+
 def adapter_arguments(ranks: Mapping[str, int], loaded: Sequence[LoadedAdapter]) -> list[str]:
     """Return the arguments for adapters beside each other; those in ``loaded`` are there when the server starts."""
     if not ranks:
         return []
-    options = {
-        "--max-lora-rank": next(rank for rank in _RANKS if rank >= max(ranks.values())),
-        # While requests of older versions run to their end, each has two at a time, or waits.
-        "--max-loras": 2 * len(ranks),
-        "--max-cpu-loras": _KEPT_ADAPTERS * len(ranks),
-    }
+    loras, rank = adapter_room(list(ranks.values()))
+    options = {"--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": _KEPT_ADAPTERS * len(ranks)}
     modules = [orjson.dumps({"name": adapter.name, "path": str(adapter.folder)}).decode() for adapter in loaded]
     return ["--enable-lora", *option_arguments(options), *(["--lora-modules", *modules] if modules else [])]
 

@@ -11,15 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from turnwise.append_file import write_remedy
+from turnwise.chat.model_dir import model_settings
+from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightSender, weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
+from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
 from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import WeightTransportConfig
+from turnwise.trainer.config.train import TrainConfig
 
 SendWeights = Callable[[WeightSender], WeightManifest]
 """Calls a sender where the weights are, and returns its result: ``learn.learner.send_weights`` of a learner."""
@@ -162,3 +167,25 @@ def open_transport(config: WeightTransportConfig) -> WeightTransport:
     """
     transport: WeightTransport = chosen_transport(config)()
     return transport
+
+
+def serves_by_name(config: TrainConfig) -> bool:
+    """Return whether the servers of a policy hold its adapter beside the model, of which it is no part then.
+
+    Merged into weights of fewer bits than float32, most of a small change would be rounded away.
+    """
+    if config.policy.model.lora is None or weight_dtype(config) in (None, torch.float32):
+        return False
+    if config.inference.engine != "vllm":
+        return find_engine(config.inference.engine).serves_adapters
+    # By placement ray workers sample by one name, and vLLM names each version anew.
+    sees = "vision_config" in model_settings(model_under(config.policy.model.path), "model.path", weights=False)
+    return config.placement != "ray" and not sees
+
+
+def weight_dtype(config: TrainConfig) -> torch.dtype | None:
+    """Return the dtype that servers compute in, in which they are sent weights; None where others launched them."""
+    if config.inference.urls:
+        return None
+    dtype: torch.dtype = getattr(torch, served_dtype(model_under(config.policy.model.path), config.inference.dtype))
+    return dtype

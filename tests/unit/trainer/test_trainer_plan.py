@@ -30,14 +30,19 @@ from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
+    BYTES,
     activation_bytes,
+    adapter_parts,
     layer_activations,
+    main_memory,
     optimizer_bytes,
+    sent_numbers,
     sharding_of,
     trainer_parts,
 )
 from turnwise.trainer.scale.plan import Plan, check_plan
 from turnwise.trainer.scale.shape import ModelShape
+from turnwise.trainer.weight_sync import weight_dtype
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -300,6 +305,10 @@ def test_ranks_share_weights_gradients_and_optimizer_states(large: Path) -> None
         assert parts[part] == unsharded[part] / 8
     assert unsharded["weights"] == 4 * shape.parameters
     assert parts["activations"] == unsharded["activations"]
+    lora = {**sharded(large, 8)["policies"]["main"]["model"], "lora": {"rank": 8, "targets": ["q_proj"]}}
+    adapters = dict(trainer_parts(config(large, **sharded(large, 8, model=lora)), shape))
+    # Of one layer's factors alone, in bfloat16 and float32.
+    assert adapters["gathered gradients"] == 6 * 8 * (4096 + 4096)
 
 
 def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: Path) -> None:
@@ -346,6 +355,46 @@ def test_plan_that_exceeds_memory_raises_with_largest_parts_and_remedies(large: 
         check_plan(few, h100(8))
 
 
+# What updates send.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora"), [("bfloat16", None), ("float32", None), ("bfloat16", {"rank": 4}), ("float32", {"rank": 4})]
+)
+def test_an_update_sends_what_the_plan_counts(directory: Path, dtype: str, lora: dict[str, Any] | None) -> None:
+    settings = {"path": directory, "lora": lora}
+    served = config(directory, policies={"main": {"model": settings}}, inference={"dtype": dtype})
+    policy = load_model(directory, lora=served.policy.model.lora)
+    tensors = policy.named_weights(weight_dtype(served)) if policy.lora is None else policy.lora.tensors()
+    shape = ModelShape.load(directory, "model")
+    count, sent_dtype = sent_numbers(served, shape)
+    size = sum(tensor.nbytes for _, tensor in tensors)
+    assert size == count * BYTES[sent_dtype]
+    assert dict(main_memory(served, shape)) == {"two versions of the weights on their way to servers": 2 * size}
+    parts = dict(adapter_parts(served, directory, shape, shared=False))
+    if policy.lora is None:
+        assert parts == {}
+    elif dtype == "bfloat16":
+        assert parts == {"served adapter": size / 2}
+    else:
+        named = dict(policy.named_weights())
+        kept = sum(named[f"{target}.weight"].nbytes for target in policy.lora.info.targets)
+        assert parts == {"launch weights under the adapter": kept}
+
+
+def test_states_of_adapters_are_those_of_their_optimizer(directory: Path) -> None:
+    options = {"model": {"path": directory, "lora": {"rank": 4}}, "optim": {"name": "muon"}}
+    planned = config(directory, policies={"main": options})
+    policy = load_model(directory, lora=planned.policy.model.lora)
+    optimizers = OptimizerSet(policy.model, planned.policy.optim)
+    step(policy, optimizers, 32)
+    values = (
+        value for optimizer in optimizers.optimizers for state in optimizer.state.values() for value in state.values()
+    )
+    states = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.ndim)
+    assert dict(trainer_parts(planned, ModelShape.load(directory, "model")))["optimizer states"] == states
+
+
 # The command.
 
 
@@ -362,8 +411,14 @@ def test_plan_command_prints_memory_by_part_and_exits_with_1_where_devices_are_m
     settings = config(large, **sharded(large, 4), mode="separate_async").model_dump(mode="json", exclude_defaults=True)
     file.write_text(json.dumps(settings))
     servers = ("inference.engine=vllm", "inference.replicas=4")
-    assert run("plan", str(file), "cluster.device=h100", "cluster.count=8", *servers) == 0
+    cluster = ("cluster.device=h100", "cluster.count=8", "cluster.link_gigabits=100")
+    assert run("plan", str(file), *cluster, *servers) == 0
     output = capsys.readouterr().out
+    assert "main memory: 32.8 GB for two versions of the weights on their way to servers" in output
+    assert "weight update: 16.38 GB in bfloat16 to each server" in output
+    assert "  through shared memory 62.1 CPU-s, at 3.79 a GB (measured on CPUs, in float32)" in output
+    assert "to another machine at least 1.31 s, if nothing else uses 100 Gbit/s" in output
+    assert "by formula; drivers" in output
     assert "model: qwen3, 8.19 B parameters; keys and values take 147,456 bytes a token in bfloat16" in output
     assert "cluster: 8 x h100, 80 GB (90% usable)" in output
     assert "GB per device                      0-3           4-7" in output
@@ -427,9 +482,10 @@ def test_policies_that_share_servers_are_counted_with_one_server(large: Path) ->
     [(_, _), (device, serving)] = shared.memory()
     assert device == "4"
     parts = apart.memory()[1][1]
-    # Rank 8 on the seven matrices of 36 layers, in bfloat16: 2 x 8 x the sums of their sides.
+    # Two versions of rank 8 on the seven matrices of 36 layers, in bfloat16: 2 x 2 x 8 x the sums of their sides.
     sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 12288)
-    adapter = 2 * 8 * 36 * sides
+    adapter = 2 * 2 * 8 * 36 * sides
+    assert parts.pop("solver: served adapter") == adapter
     assert serving == {**parts, "solver: served adapter": adapter, "critic: served adapter": adapter}
 
 

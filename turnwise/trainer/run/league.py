@@ -19,9 +19,9 @@ from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.seeding import stable_hash
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
-from turnwise.trainer.run.policies import TrainedPolicy, weight_dtype
+from turnwise.trainer.run.policies import TrainedPolicy
 from turnwise.trainer.train_thread import uninterrupted
-from turnwise.trainer.weight_sync import WeightTransport, open_transport
+from turnwise.trainer.weight_sync import WeightTransport, open_transport, weight_dtype
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 LEAGUES = "league"

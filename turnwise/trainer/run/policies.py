@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream, tensor_entries
 from turnwise.errors import ConfigError, InferenceError
-from turnwise.inference.engines import find_engine, served_dtype
+from turnwise.inference.engines import find_engine
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import AdapterInfo, LLMClient, Renderer, ServedPolicy, WeightManifest
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -27,7 +25,7 @@ from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.learn.learner import Learner, open_learner, send_weights
 from turnwise.trainer.learn.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
-from turnwise.trainer.weight_sync import WeightTransport, open_transport
+from turnwise.trainer.weight_sync import WeightTransport, open_transport, serves_by_name, weight_dtype
 from turnwise.types import RouteShape, SamplingParams, TokenPrompt, as_ids
 
 CRITIC = "critic"
@@ -205,28 +203,6 @@ def _announced(policy: LoadedPolicy, name: str | None) -> WeightManifest | None:
     if not isinstance(stream, WeightStream):
         return None
     return WeightManifest(0, "", tensor_entries(stream.described), _served_adapter(policy.learner, name))
-
-
-def serves_by_name(config: TrainConfig) -> bool:
-    """Return whether the servers of a policy hold its adapter beside the model, of which it is no part then.
-
-    Merged into weights of fewer bits than float32, most of a small change would be rounded away.
-    """
-    if config.policy.model.lora is None or weight_dtype(config) in (None, torch.float32):
-        return False
-    if config.inference.engine != "vllm":
-        return find_engine(config.inference.engine).serves_adapters
-    # By placement ray workers sample by one name, and vLLM names each version anew.
-    sees = "vision_config" in model_settings(model_under(config.policy.model.path), "model.path")
-    return config.placement != "ray" and not sees
-
-
-def weight_dtype(config: TrainConfig) -> torch.dtype | None:
-    """Return the dtype that servers compute in, in which they are sent weights; None where others launched them."""
-    if config.inference.urls:
-        return None
-    dtype: torch.dtype = getattr(torch, served_dtype(model_under(config.policy.model.path), config.inference.dtype))
-    return dtype
 
 
 async def serve_policies(

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from turnwise.engine.lora import read_settings
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
-from turnwise.inference.vllm import kv_bytes
-from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
+from turnwise.inference.vllm import adapter_room, kv_bytes
+from turnwise.trainer.config.policy import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.scale.shape import ModelShape
+from turnwise.trainer.weight_sync import serves_by_name, weight_dtype
 
 Part: TypeAlias = tuple[str, float]
 """A part of the memory of one device, and its bytes."""
@@ -120,8 +122,9 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
     lora = policy.model.lora
     trained, state = float(shape.parameters), float(optimizer_bytes(shape, policy.optim))
     if lora is not None:
-        trained = shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
-        state = 8 * trained
+        trained = shape.adapter_parameters(_rank(lora), lora.targets)
+        # Both factors are matrices.
+        state = (4 if policy.optim.name == "muon" else 8) * trained
         yield "adapters", _share(sharding) * 4 * trained
     yield "weights", _share(sharding) * 4 * shape.parameters
     yield "gradients", _share(sharding) * 4 * trained
@@ -139,7 +142,10 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
     model = policy.model
     if sharding.ranks > 1:
         yield "gathered weights", (2 if sharding.mixed_precision else 4) * (shape.embeddings + 2 * shape.layer)
-        yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * max(shape.layer, shape.embeddings)
+        trained = max(shape.layer, shape.embeddings)
+        if (lora := model.lora) is not None:
+            trained = shape.adapter_parameters(_rank(lora), lora.targets) // shape.layers
+        yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * trained
     if model.compute_dtype == "bfloat16" and not (sharding.ranks > 1 and sharding.mixed_precision):
         yield "bfloat16 weights", 2 * shape.layer_matrices
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
@@ -177,13 +183,36 @@ def server_parts(config: InferenceConfig, model: Path, shape: ModelShape) -> Ite
     yield "a forward pass", number * config.max_batch_tokens * inner + 2 * 4 * sequences * shape.vocabulary
 
 
-def adapter_memory(config: TrainConfig, shape: ModelShape) -> float:
-    """Return the bytes of one policy's adapter on each device of servers that hold several beside each other."""
+def adapter_parts(config: TrainConfig, model: Path, shape: ModelShape, *, shared: bool) -> Iterator[Part]:
+    """Yield what a policy's adapter takes on each device of its servers, which it shares with others or not.
+
+    By its name it lies beside the model (vLLM: twice, in the next rank that it knows, on all linear layers). Merged, it
+    takes the place of the launch values of its matrices, which the built-in server keeps.
+    """
     lora = config.policy.model.lora
     if lora is None:
-        return 0.0
-    number = BYTES[served_dtype(config.policy.model.path, config.inference.dtype)]
-    return float(number * shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
+        return
+    number = BYTES[served_dtype(model, config.inference.dtype)]
+    if shared or serves_by_name(config):
+        vllm = config.inference.engine == "vllm"
+        count, rank = adapter_room([_rank(lora)]) if vllm else (1, _rank(lora))
+        targets = None if vllm else lora.targets
+        yield "served adapter", float(number * count * shape.adapter_parameters(rank, targets))
+    elif config.inference.engine == "builtin":
+        sizes = (size for name, size in shape.linear_sizes.items() if lora.targets is None or name in lora.targets)
+        yield "launch weights under the adapter", float(number * sum(sizes))
+
+
+def _rank(lora: LoRAConfig) -> int:
+    return lora.rank or (_ADAPTER_RANK if lora.path is None else read_settings(lora.path)[1])
+
+
+def sent_numbers(config: TrainConfig, shape: ModelShape) -> tuple[int, str]:
+    """Return how many numbers an update sends to servers, and their type: all weights, or the factors of adapters."""
+    if (lora := config.policy.model.lora) is not None:
+        return shape.adapter_parameters(_rank(lora), lora.targets), "float32"
+    dtype = weight_dtype(config)
+    return shape.parameters, "float32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def tensor_parallel(config: InferenceConfig) -> int:
@@ -194,13 +223,14 @@ def tensor_parallel(config: InferenceConfig) -> int:
 def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     """Yield what main memory holds of the weights, by part.
 
-    New weights travel to servers through a file in shared memory, in float32, and the next version is written before
-    the last one is removed: ``8 N``, or of adapters as much of them. Each rank of the engine ``fsdp`` loads the whole
-    model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
+    New weights travel to servers through a file in shared memory, in the type that servers compute in, adapters in
+    float32; the next version is written before the last one is removed. Each rank of the engine ``fsdp`` loads the
+    whole model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
     """
-    lora, sharding = config.policy.model.lora, sharding_of(config.policy)
-    count = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
-    yield "two versions of the weights on their way to servers", 8.0 * count
+    sharding = sharding_of(config.policy)
+    if config.policy.weight_transport.name == "shared_memory":
+        count, dtype = sent_numbers(config, shape)
+        yield "two versions of the weights on their way to servers", 2.0 * BYTES[dtype] * count
     if sharding.ranks > 1:
         yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
     if sharding.cpu_offload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,8 +19,9 @@ from turnwise.trainer.scale.memory import (
     BYTES,
     CHECKPOINTING,
     activation_bytes,
-    adapter_memory,
+    adapter_parts,
     main_memory,
+    sent_numbers,
     server_parts,
     tensor_parallel,
     trainer_parts,
@@ -35,6 +37,12 @@ _REMEDIES: Final = {
     "served weights": "raise inference.server.tensor_parallel",
     "reference": "set algorithm.kl.offload: true",
 }
+
+_UPDATE_SECONDS: Final = {"builtin": 1.28, "vllm": 3.79}
+"""CPU seconds for each 10^9 bytes of an update through shared memory, of the trainer and one server together, by engine.
+
+Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M in float32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +89,8 @@ class PolicyPlan:
                 f"{self.shape.kv_heads} heads of keys and values cannot be divided among: choose a divisor of them"
             )
 
-    def lines(self) -> Iterator[str]:
-        """Yield the model, and what no device holds, as text."""
+    def lines(self, link_gigabits: float | None = None) -> Iterator[str]:
+        """Yield the model, what no device holds and an update of its servers, as text."""
         shape, dtype = self.shape, served_dtype(self.path, self.config.inference.dtype)
         yield (
             f"model: {shape.family}, {shape.parameters / 1e9:,.2f} B parameters; keys and values take "
@@ -96,6 +104,16 @@ class PolicyPlan:
         yield f"activations by gradient_checkpointing: {', '.join(sizes)}"
         for part, size in main_memory(self.config, shape):
             yield f"main memory: {gigabytes(size)} for {part}"
+        count, dtype = sent_numbers(self.config, shape)
+        size, whole = count * BYTES[dtype] / 1e9, self.config.policy.model.lora is None
+        yield f"weight update: {size:,.2f} GB in {dtype} to each server"
+        rate = _UPDATE_SECONDS.get(self.config.inference.engine)
+        if rate is not None and whole and self.config.policy.weight_transport.name == "shared_memory":
+            seconds = rate * size
+            yield f"  through shared memory {seconds:,.1f} CPU-s, at {rate:g} a GB (measured on CPUs, in float32)"
+        if link_gigabits is not None:
+            seconds = 8 * size / link_gigabits
+            yield f"  to another machine at least {seconds:,.2f} s, if nothing else uses {link_gigabits:g} Gbit/s"
 
 
 class Plan:
@@ -153,10 +171,11 @@ class Plan:
         for name, policy in self.policies.items():
             yield from ((device, heads[name] + part, size) for device, part, size in policy.parts())
         for host, names in self._config.served.items():
-            for device in self.policies[host].placement.serving if len(names) > 1 else ():
-                for name in names:
-                    policy = self.policies[name]
-                    yield device, f"{heads[name]}served adapter", adapter_memory(policy.config, policy.shape)
+            for name in names:
+                policy = self.policies[name]
+                parts = adapter_parts(policy.config, policy.path, policy.shape, shared=len(names) > 1)
+                for (part, size), device in product(parts, self.policies[host].placement.serving):
+                    yield device, heads[name] + part, size
 
     def problems(self) -> list[str]:
         """Return what keeps the run from fitting on the cluster, each with a remedy."""
@@ -200,7 +219,7 @@ class Plan:
                 host = self._config.policies[name].served_by
                 yield ""
                 yield f"policy {name}" + ("" if host is None else f", by the servers of {host}")
-            yield from policy.lines()
+            yield from policy.lines(cluster.link_gigabits)
         yield ""
         groups = self.memory()
         names = list(dict.fromkeys(part for _, parts in groups for part in parts))
@@ -211,6 +230,7 @@ class Plan:
         yield f"{'GB per device':<{width}}" + "".join(f"{devices:>14}" for devices, _ in groups)
         for name, sizes in rows.items():
             yield f"{name:<{width}}" + "".join(f"{size / 1e9:>14,.2f}" for size in sizes)
+        yield "by formula; drivers, communication, CUDA graphs and lost blocks are not counted"
 
 
 def check_plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:

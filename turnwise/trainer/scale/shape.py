@@ -36,6 +36,7 @@ class ModelShape:
         norms: Normalisation layers of a transformer layer, without those of queries and keys.
         normed_heads: Whether queries and keys are normalised.
         linear_sides: Rows and columns of all linear layers, the output matrix aside, added up by their last name.
+        linear_sizes: Elements of their matrices, added up likewise.
         windowed: Layers whose attention reaches back ``window`` tokens only.
         window: That number of tokens; 0 without such layers.
         context: ``max_position_embeddings``; 0 if it does not say.
@@ -55,6 +56,7 @@ class ModelShape:
     norms: int
     normed_heads: bool
     linear_sides: Mapping[str, int]
+    linear_sizes: Mapping[str, int]
     windowed: int = 0
     window: int = 0
     context: int = 0
@@ -77,10 +79,11 @@ class ModelShape:
     def _of(cls, model: Any, settings: Mapping[str, Any]) -> Self:
         layers, output = model.get_decoder().layers, model.get_output_embeddings()
         embeddings = {model.get_input_embeddings().weight, output.weight}
-        sides: Counter[str] = Counter()
+        sides, sizes = Counter[str](), Counter[str]()
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and module is not output:
                 sides[name.rpartition(".")[2]] += module.in_features + module.out_features
+                sizes[name.rpartition(".")[2]] += module.weight.numel()
         parts, attention = (dict(module.named_children()) for module in (layers[0], layers[0].self_attn))
         windowed, heads = list(settings.get("layer_types") or ()).count(_WINDOWED), settings["num_attention_heads"]
         return cls(
@@ -98,6 +101,7 @@ class ModelShape:
             norms=sum(name.endswith("norm") for name in parts),
             normed_heads="q_norm" in attention,
             linear_sides=sides,
+            linear_sizes=sizes,
             windowed=windowed,
             window=settings["sliding_window"] if windowed else 0,
             context=settings.get("max_position_embeddings") or 0,
