@@ -39,7 +39,7 @@ _REMEDIES: Final = {
 }
 
 _UPDATE_SECONDS: Final = {"builtin": 1.28, "vllm": 3.79}
-"""CPU seconds for each 10^9 bytes of an update through shared memory, of the trainer and one server together, by engine.
+"""CPU seconds of trainer and one server for each 10^9 bytes of an update through shared memory, by engine.
 
 Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M in float32.
 """
