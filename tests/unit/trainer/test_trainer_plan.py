@@ -305,8 +305,9 @@ def test_ranks_share_weights_gradients_and_optimizer_states(large: Path) -> None
         assert parts[part] == unsharded[part] / 8
     assert unsharded["weights"] == 4 * shape.parameters
     assert parts["activations"] == unsharded["activations"]
-    lora = {**sharded(large, 8)["policies"]["main"]["model"], "lora": {"rank": 8, "targets": ["q_proj"]}}
-    adapters = dict(trainer_parts(config(large, **sharded(large, 8, model=lora)), shape))
+    settings = sharded(large, 8)
+    settings["policies"]["main"]["model"]["lora"] = {"rank": 8, "targets": ["q_proj"]}
+    adapters = dict(trainer_parts(config(large, **settings), shape))
     # Of one layer's factors alone, in bfloat16 and float32.
     assert adapters["gathered gradients"] == 6 * 8 * (4096 + 4096)
 
