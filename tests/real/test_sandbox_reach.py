@@ -113,7 +113,9 @@ async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: di
     backend = SandboxConfig(name=f"support.sandboxes.opened_backends:{kind.__name__}", config=config)
     report = await check_sandbox(backend, only=["attack:", "life: expose"])
     assert report.ok, str(report)
-    assert {outcome.status for outcome in report.attacks} == {"held"}, str(report)
+    # Only root can give each local sandbox a user.
+    shared = {"attack: starve a sibling"} if os.geteuid() != 0 else set()
+    assert {outcome.name for outcome in report.attacks if outcome.status != "held"} == shared, str(report)
     assert len(report.attacks) == sum(bool(check.containment) for check in CHECKS.values())
     # One sandbox serves several attacks; each of them had a way out.
     assert kind.opened >= 5

@@ -42,7 +42,7 @@ from turnwise.sandboxes.core import (
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import Commands, RunningCommand
 from turnwise.sandboxes.docker.pool import ContainerPool
-from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
+from turnwise.sandboxes.docker.settings import HOME, TMP, USER, user_of
 from turnwise.sandboxes.docker.streams import Output
 from turnwise.sandboxes.forwarding import listen_in
 
@@ -313,7 +313,7 @@ class DockerSandbox(Sandbox):
             self._engine,
             self.id,
             f"{user[0]}:{user[1]}",
-            {"HOME": HOME, **spec.env},
+            {"HOME": HOME, "USER": USER, "LOGNAME": USER, **spec.env},
             pids=spec.limits.pids,
             keeps_files=not in_memory,
         )

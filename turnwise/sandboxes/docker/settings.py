@@ -14,9 +14,10 @@ from turnwise.sandboxes.docker.ownership import RESERVED
 from turnwise.sandboxes.docker.scripts import PID_1
 from turnwise.sandboxes.local.boot import seccomp
 
-_USER: Final = "sandbox"
+USER: Final = "sandbox"
+"""The user's name for programs that ask the environment; the image need not have the account."""
 TMP: Final = "/tmp"
-HOME: Final = f"/home/{_USER}"
+HOME: Final = f"/home/{USER}"
 _FIRST_PROCESS_USER: Final = "65534:65534"
 _MINUTE: Final = 60
 _SHM: Final = 64 * 2**20
