@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,14 @@ def test_n():
 }
 
 
+def test_versions_of_live_tests_differ_in_one_character_of_a_value(tmp_path):
+    """A process that sees all of them cannot tell which one is the plain one."""
+    tests = altered_tests(read_folder(written(tmp_path / "process", **PROCESS)), 7)
+    values = [re.search(r"== '(\d{4})'", version["test_n.py"])[1] for version in (tests.plain, *tests.altered)]
+    assert len({*values}) == 8
+    assert sum(len({*characters}) > 1 for characters in zip(*values, strict=True)) == 1
+
+
 @pytest.mark.long
 async def test_tests_run_beside_processes_only_where_the_solution_leaves_what_they_need(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -205,6 +214,7 @@ async def test_tests_run_beside_processes_only_where_the_solution_leaves_what_th
             await reset_env(env, row)
             await env.sandbox.exec(command)
             assert await score_env(env, None) == {"score": score}
+        assert len(cached_tests(env.folder).altered) == 7
         await close_env(env)
 
 

@@ -24,7 +24,8 @@ class AlteredTests:
     Attributes:
         plain: The tests, without comments, docstrings and messages like the altered ones.
         altered: Versions of the same files with an altered check in some tests, which must fail: with another expected
-            value, which no reader can tell from the original, and, of tests without a value, with a reversed check.
+            value, which no reader can tell from the original, and, of tests without a value, with a reversed check. Of
+            ``live`` tests several, so that a process that sees all of them guesses.
         names: The altered tests.
         floor: Reward of the reference solution with the altered tests.
         live: Whether the tests pass only beside processes that the solution leaves: a server, say.
@@ -41,10 +42,16 @@ NO_TESTS: Final = AlteredTests()
 _CACHE: Final = CachedTwins(AlteredTests)
 
 
-def altered_tests(folder: TaskFolder) -> AlteredTests:
-    """Alter the Python tests of a task, each in a check that every passing run reaches."""
+def altered_tests(folder: TaskFolder, count: int = 1) -> AlteredTests:
+    """Alter the Python tests of a task, each in a check that every passing run reaches.
+
+    Args:
+        folder: The task.
+        count: Most versions with other values. Where there are several, none has a reversed check: its values would
+            tell which version is the plain one.
+    """
     files: dict[str, TestFile] = {}
-    values: dict[str, dict[str, tuple[Edit, ...]]] = {}
+    values: dict[str, dict[str, list[tuple[Edit, ...]]]] = {}
     reversals: dict[str, dict[str, tuple[Edit, ...]]] = {}
     for path in sorted(folder.tests.rglob("*.py")) if folder.tests.is_dir() else ():
         if not (path.name.startswith("test_") or path.name.endswith("_test.py")):
@@ -52,11 +59,14 @@ def altered_tests(folder: TaskFolder) -> AlteredTests:
         with contextlib.suppress(ValueError, OSError):
             file, where = TestFile(path.name, path.read_text("utf-8")), path.relative_to(folder.tests).as_posix()
             for test, function in file.tests.items():
-                options = alterations(function, 1, _RNG, makers=file.makers)
-                value = next((option.twins[0] for option in options if option.kind == "value"), ())
-                if value or (options and options[0].reversal):
+                options = alterations(function, count, _RNG, makers=file.makers)
+                twins = next((option.twins for option in options if option.kind == "value"), [])
+                if twins:
+                    values.setdefault(where, {})[test] = twins
+                elif options and options[0].reversal:
+                    reversals.setdefault(where, {})[test] = options[0].reversal
+                if options:
                     files[where] = file
-                    (values if value else reversals).setdefault(where, {})[test] = value or options[0].reversal
 
     def rewrite(edits: Mapping[str, Mapping[str, tuple[Edit, ...]]]) -> dict[str, str]:
         return {
@@ -66,9 +76,15 @@ def altered_tests(folder: TaskFolder) -> AlteredTests:
             for where, file in files.items()
         }
 
-    versions = tuple(rewrite(edits) for edits in (values, reversals) if edits)
+    count = min((len(twins) for tests in values.values() for twins in tests.values()), default=0)
+    versions = [
+        rewrite({where: {test: twins[number] for test, twins in tests.items()} for where, tests in values.items()})
+        for number in range(count)
+    ]
+    if reversals and count < 2:
+        versions.append(rewrite(reversals))
     names = tuple(f"{where}::{test}" for edits in (values, reversals) for where in edits for test in edits[where])
-    return AlteredTests(rewrite({}), versions, names)
+    return AlteredTests(rewrite({}), tuple(versions), names)
 
 
 def cached_tests(folder: TaskFolder) -> AlteredTests | None:
@@ -82,7 +98,7 @@ def cache_tests(folder: TaskFolder, tests: AlteredTests) -> None:
 
 
 def _key(folder: TaskFolder) -> str:
-    digest = hashlib.sha256(f"2 {VERSION} {folder.image} {folder.workdir}".encode())
+    digest = hashlib.sha256(f"3 {VERSION} {folder.image} {folder.workdir}".encode())
     for path in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         name, content = path.relative_to(folder.path).as_posix(), path.read_bytes()
         digest.update(f"\n{name} {len(content)}\n".encode() + content)

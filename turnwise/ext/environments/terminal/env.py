@@ -44,6 +44,8 @@ INSTRUCTIONS: Final = (
     "run when you are done. Call submit then."
 )
 _MOST_LOG: Final = 2**20
+_LIVE_VERSIONS: Final = 7
+"""Altered versions of tests that run beside the agent's processes, which can forge the result of one of eight runs."""
 _PREPARE: Final = """
 pwd
 for pair in "tests /tests {own}/tests" "logs /logs/verifier {own}/logs"; do
@@ -123,9 +125,11 @@ class TerminalEnv(ToolEnv):
         tests = await self._altered()
         if not self.with_twins:
             tests = replace(NO_TESTS, live=tests.live)
-        run, *contradictory = await self._run_versions(box, [tests.plain, *tests.altered[:1]], live=tests.live)
+        first = tests.altered if tests.live else tests.altered[:1]
+        run, *contradictory = await self._run_versions(box, [tests.plain, *first], live=tests.live)
         reward = run.reward
-        if contradictory and reward > tests.floor >= contradictory[0].reward:
+        # In the sandbox itself a process would know the versions again.
+        if not tests.live and contradictory and reward > tests.floor >= contradictory[0].reward:
             # Once more, so that a guess which tests these are hardly ever holds.
             versions = [tests.plain, tests.altered[0], tests.altered[-1]]
             again, *contradictory = await self._run_versions(box, versions, live=tests.live)
@@ -238,6 +242,8 @@ class TerminalEnv(ToolEnv):
                 break
         else:
             return NO_TESTS
+        if live:
+            tests = altered_tests(self.folder, _LIVE_VERSIONS)
         plain, *altered = await self._run_versions(box, [tests.plain, *tests.altered], live=live)
         if not altered or not plain.passed or any(run.passed for run in altered):
             return replace(NO_TESTS, live=live)
