@@ -238,7 +238,7 @@ class App:
         return {"status": "ok"}
 
     async def _load(self, _: bytes, __: Scope) -> Any:
-        return wire.encode_load(len(self._queues))
+        return {"server_load": len(self._queues)}
 
     async def _models(self, _: bytes, __: Scope) -> Any:
         card = {

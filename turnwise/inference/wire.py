@@ -121,11 +121,6 @@ def _decode_choice(body: Any, url: str) -> Choice:
     return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans, routes)
 
 
-def encode_load(requests: int) -> dict[str, int]:
-    """Return the response of :data:`LOAD`."""
-    return {"server_load": requests}
-
-
 def decode_load(raw: bytes) -> int | None:
     """Return the requests in flight of a response of :data:`LOAD`; None if it names none."""
     try:
