@@ -289,17 +289,20 @@ class Exchange:
 
         Raises ApiError or the session's TurnwiseError if nothing was answered.
         """
-        watch = _DisconnectWatch(self)
         request.key = f"{dialect.name} {self._digest}" if self._digest else ""
         is_retry = self._headers.get(_RETRY_COUNT, b"0") != b"0"
         attempt = entry.retries.attempt(entry.session, self.task, request.key, is_retry=is_retry, count=request.n)
+        async with self.while_connected(), attempt as turn_ids:
+            answers = [await record_turn(entry.session, entry.reader, request, params, turn_id) for turn_id in turn_ids]
+            send = self._stream if request.stream else self._answer_at_once
+            await send(entry, dialect, request, params, answers)
+
+    @contextlib.asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Cancel the block, and nothing after it, if the client disconnects."""
+        watch = _DisconnectWatch(self)
         try:
-            async with attempt as turn_ids:
-                answers = [
-                    await record_turn(entry.session, entry.reader, request, params, turn_id) for turn_id in turn_ids
-                ]
-                send = self._stream if request.stream else self._answer_at_once
-                await send(entry, dialect, request, params, answers)
+            yield
         except asyncio.CancelledError:
             # The task may also have been cancelled from outside.
             if not watch.seen or self.task.uncancel():

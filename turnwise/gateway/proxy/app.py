@@ -5,10 +5,9 @@ A turn is recorded before its last piece is forwarded, so that the agent's next 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -29,19 +28,6 @@ from turnwise.types import Message, text_of
 _log = logging.getLogger(__name__)
 _MODELS = re.compile(r"models(?:/(?!\.{1,2}(?:/|\Z))[\w.:@+-]+)*\Z", re.ASCII)
 _QUOTED = 300
-
-
-async def _while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``, cancelled if the client disconnects."""
-    task, disconnection = asyncio.ensure_future(work), asyncio.ensure_future(exchange.disconnected())
-    try:
-        await asyncio.wait((task, disconnection), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        task.cancel()
-        disconnection.cancel()
-        await asyncio.gather(task, disconnection, return_exceptions=True)
-    if not task.cancelled():
-        task.result()
 
 
 class _Turn:
@@ -142,19 +128,22 @@ class HostedApp(SessionApp):
 
     async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
         if exchange.method != "POST":
-            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, b"", None))
+            async with exchange.while_connected():
+                await self._pass_on(exchange, entry, dialect, route, b"", None)
             return
         raw = await exchange.body()
         body = read_json(raw)
         data = self._endpoint.request_body(raw, body)
         if route == "messages/count_tokens":
-            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, None))
+            async with exchange.while_connected():
+                await self._pass_on(exchange, entry, dialect, route, data, None)
             return
         assert isinstance(entry.session, TextSession)
         request = read_forwarded(dialect.name, body, entry.conversations)
         turn = _Turn(entry, dialect.name, body, request)
         try:
-            await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, turn))
+            async with exchange.while_connected():
+                await self._pass_on(exchange, entry, dialect, route, data, turn)
         finally:
             turn.close()
 

@@ -31,8 +31,7 @@ class _Piece:
 
     @property
     def text(self) -> str:
-        text: str = self.holder[self.name]
-        return text
+        return str(self.holder[self.name])
 
     def replace(self, text: str) -> None:
         self.holder[self.name] = text

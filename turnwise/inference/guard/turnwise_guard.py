@@ -11,7 +11,7 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -82,12 +82,7 @@ class Guard:
         remedy = f"{path} needs the server's key in {KEY_HEADER}: set {CONTROL_KEY} for both to the same"
         return _refuse(401, KEY_HEADER, remedy)
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a refused request, and pass others on."""
         refusal = None
         if scope["type"] == "http":
