@@ -57,6 +57,7 @@ from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES
+from turnwise.types import StopReason
 
 
 def eval_requests(plan: EvalPlan, tasks: Sequence[Task], label: str = "") -> list[RolloutRequest]:
@@ -353,6 +354,12 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
     if reasons := [search.unforked for search in searched if search.unforked]:
         alone = f"{len(reasons)} of {len(searched)} searched episodes have one way only, which was chosen"
         say(f"{alone}: {reasons[-1]}", "yellow")
+    if timeouts := sum(summary.stop_reasons.get(StopReason.TIMEOUT, 0) for summary in result.parts.values()):
+        say(
+            f"{timeouts} episodes were cut off by a time-out and count as they then stood: for a slow model, "
+            f"raise rollout.episode_timeout ({config.rollout.episode_timeout} s) or lower rollout.concurrency",
+            "yellow",
+        )
     if failed := sum(summary.failed for summary in result.parts.values()):
         why = f", the last error: {errors[-1]}" if errors else ""
         say(

@@ -90,7 +90,7 @@ class SessionApp(ABC):
                 return
             if parts[:1] == ["v1"]:
                 # Clients that take no path in their base URL send the token as their key.
-                await self._agent(exchange, ["s", exchange.key(), *parts])
+                await self._agent(exchange, ["", exchange.key(), *parts])
                 return
             await exchange.answer(200, await self._control(exchange, parts))
         except ApiError as error:
@@ -112,7 +112,8 @@ class SessionApp(ABC):
         try:
             entry = self.sessions.of_token(parts[1] if len(parts) > 1 else "")
         except ApiError as error:
-            await exchange.refuse(dialect, error)
+            refused = ApiError(401, "no open session has this key; it may have ended", code="invalid_api_key")
+            await exchange.refuse(dialect, error if parts[0] else refused)
             return
         try:
             if route in ("v1/responses", "responses"):

@@ -162,7 +162,9 @@ async def _train_once(
     if summary.before is not None and summary.before != summary.after:
         console.print(f"at the first evaluation: {success_and_reward(summary.before)}", highlight=False, soft_wrap=True)
     if (model := _newest_model(directory)) is not None:
-        _hint(console, f"{model} is the trained model: turnwise eval ENV --model takes it")
+        env, tasks = config.rollout.env.name, None if config.eval is None else config.eval.tasks
+        held_out = f" --tasks '{tasks}'" if isinstance(tasks, str) else ""
+        _hint(console, f"{model} is the trained model: turnwise eval {env} --model {model}{held_out} evaluates it")
     _hint(console, f"turnwise report {directory} --open shows curves and trajectories")
     return summary
 

@@ -24,7 +24,7 @@ from turnwise.rollout.core import RolloutParts
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
-from turnwise.types import ToolCall, as_ids
+from turnwise.types import StopReason, ToolCall, as_ids
 
 TASKS = "turnwise.envs.basic.lookup:tasks?n=4&split=test"
 
@@ -135,9 +135,11 @@ class Unscored(ToolEnv):
 
 
 def test_notes_name_episodes_that_the_figures_leave_out(tmp_path: Path) -> None:
-    def notes(env: str, reward: float, **more: int) -> str:
+    def notes(env: str, reward: float, stop_reason: StopReason = StopReason.COMPLETED, **more: int) -> str:
         segments = [Segment(0, -1, "context", as_ids([1])), Segment(1, 0, "sampled", as_ids([2]), turn_id="t0")]
-        played = Trajectory("e", "e", "g", "t", segments=segments, rewards=[("t0", "score", reward)])
+        played = Trajectory(
+            "e", "e", "g", "t", segments=segments, rewards=[("t0", "score", reward)], stop_reason=stop_reason
+        )
         summary = summarize([TrajectoryGroup("g", "t", [played], failed=more.pop("failed", 0))])
         console = Console(file=io.StringIO(), width=80)
         config = load_config(EvalConfig, overrides=["model=m", f"rollout.env.name={env}"])
@@ -150,6 +152,7 @@ def test_notes_name_episodes_that_the_figures_leave_out(tmp_path: Path) -> None:
     assert "2 episodes failed and are not counted, the last error: EnvError: [gone]. The" in notes(
         "lookup", 0, failed=2
     )
+    assert "1 episodes were cut off by a time-out" in notes("lookup", 0, StopReason.TIMEOUT)
     assert "interrupted: 3 episodes were unfinished" in notes("lookup", 0, unfinished=3)
 
 

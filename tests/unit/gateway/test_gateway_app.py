@@ -85,7 +85,9 @@ async def test_a_token_as_key_serves_clients_without_a_path() -> None:
         assert status == 200
         status, _ = await post(served, "/v1/chat/completions", ASK, authorization=f"Bearer {opened['token']}")
         assert status == 200
-        assert (await post(served, "/v1/chat/completions", ASK))[0] == 404
+        for key in ({}, {"authorization": "Bearer wrong"}):
+            status, answer = await post(served, "/v1/chat/completions", ASK, **key)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         async with served.http.head(opened["path"]) as answer:
             assert answer.status == 200
 
