@@ -311,6 +311,7 @@ def load_config(
     defaults: Mapping[str, Any] | None = None,
     *,
     root: str | None = None,
+    incomplete: bool = False,
 ) -> ModelT:
     """Read, merge and check a configuration; extension modules are imported before (:mod:`turnwise.plugins`).
 
@@ -323,46 +324,11 @@ def load_config(
         overrides: ``dotted.path=value`` with the value in YAML (``optim.lr=1e-4``, ``evals.0.n=4``, ``a=[1, 2]``).
         defaults: Values below every file.
         root: The key that holds the list of a file whose top level is a list; None forbids such files.
+        incomplete: Refuse unknown keys only: keys that are missing will be given later, and the result is of no use.
 
     Raises:
         ConfigError: Every problem that was found, with its path, value, source and remedy.
     """
-    data, origins = _merge_sources(path, overrides, defaults, root)
-    try:
-        loaded = model.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(report_problems(model, data, origins, error.errors(include_url=False))) from None
-    _settle(loaded)
-    return loaded
-
-
-def check_keys(
-    model: type[BaseModel],
-    path: str | Path | Sequence[str | Path] | None = None,
-    overrides: Sequence[str] = (),
-    defaults: Mapping[str, Any] | None = None,
-) -> None:
-    """Refuse the unknown keys of a configuration that is not complete yet; arguments as of :func:`load_config`.
-
-    Raises:
-        ConfigError: Every unknown key, or a file that cannot be read.
-    """
-    data, origins = _merge_sources(path, overrides, defaults, None)
-    try:
-        model.model_validate(data)
-    except ValidationError as error:
-        unknown = [problem for problem in error.errors(include_url=False) if problem["type"] == "extra_forbidden"]
-        if unknown:
-            raise ConfigError(report_problems(model, data, origins, unknown)) from None
-
-
-def _merge_sources(
-    path: str | Path | Sequence[str | Path] | None,
-    overrides: Sequence[str],
-    defaults: Mapping[str, Any] | None,
-    root: str | None,
-) -> tuple[dict[str, Any], dict[Keys, str]]:
-    """Return the values of all sources, unchecked, and where they come from."""
     load_extensions()
     files = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
     data: dict[str, Any] = _Located.wrap(dict(defaults or {}), Path.cwd())
@@ -374,7 +340,17 @@ def _merge_sources(
         origins |= lines
     for text in overrides:
         _override(data, text, origins)
-    return data, origins
+    try:
+        loaded = model.model_validate(data)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        if incomplete:
+            errors = [problem for problem in errors if problem["type"] == "extra_forbidden"]
+            loaded = model.model_construct()
+        if errors:
+            raise ConfigError(report_problems(model, data, origins, errors)) from None
+    _settle(loaded)
+    return loaded
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -60,10 +60,6 @@ class RowFormat:
         rows: Iterable[Any] = load_object(self.files, "row format")(path)
         return rows
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has the columns of this format, which has some."""
-        return bool(self.columns) and not any(map(functools.partial(_lacks, row), self.columns))
-
     def _check(self, name: str, row: Any, where: str) -> None:
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: a row of format {name} has columns, but this is {kind(row)}")
@@ -82,12 +78,13 @@ def _lacks(row: Mapping[str, Any], column: str) -> bool:
 
 def format_hint(row: Any) -> str:
     """Return how a row with the columns of a published dataset is read; an empty text for other rows."""
-    formats = {name: find_row_format(name) for name in row_format_references()} if isinstance(row, Mapping) else {}
-    fitting = {name: row_format for name, row_format in formats.items() if row_format and row_format.fits(row)}
+    formats = ((name, find_row_format(name)) for name in row_format_references())
+    columns = {name: row_format.columns for name, row_format in formats if row_format and isinstance(row, Mapping)}
+    fitting = [name for name, names in columns.items() if names and not any(_lacks(row, column) for column in names)]
     if not fitting:
         return ""
     # Columns of a format may be some of another one's.
-    name = max(fitting, key=lambda name: len(fitting[name].columns))
+    name = max(fitting, key=lambda name: len(columns[name]))
     return f"; rows with these columns are read by format {name}, as in 'tasks={{source: FILE, format: {name}}}'"
 
 

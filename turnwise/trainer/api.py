@@ -15,7 +15,7 @@ from rich.console import Console
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
-from turnwise.config import check_keys, load_config, merge_sections
+from turnwise.config import load_config, merge_sections
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, nearest, shown
 from turnwise.plugins import reference_to
@@ -126,8 +126,7 @@ class Trainer:
             references = hooks if isinstance(hooks, (list, tuple)) else [hooks]
             self._options["hooks"] = [_as_json(reference, "hooks") for reference in references]
         self._console = console
-        defaults, files = self._sources({})
-        check_keys(TrainConfig, files, overrides, defaults)
+        self._load({}, {}, incomplete=True)
 
     def fit(
         self,
@@ -232,22 +231,17 @@ class Trainer:
             defaults["policies"] = {"main": {"critic": {}}}
         return defaults
 
-    def _load(self, defaults: Mapping[str, Any], keys: Mapping[str, Any]) -> TrainConfig:
+    def _load(self, defaults: Mapping[str, Any], keys: Mapping[str, Any], *, incomplete: bool = False) -> TrainConfig:
         overrides = [f"{key}={json.dumps(_as_json(value, key))}" for key, value in keys.items()]
-        defaults, files = self._sources(defaults)
-        return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults)
-
-    def _sources(
-        self, defaults: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], str | Path | Sequence[str | Path] | None]:
-        """Return the values below every file, and the files."""
-        config = self._config
+        config, files = self._config, None
         if isinstance(config, TrainConfig):
             # A dumped configuration holds every key: a section that is None in it is not thereby forbidden.
             config = _without_gaps(config.model_dump(), defaults)
         if isinstance(config, Mapping):
-            return merge_sections(defaults, config), None
-        return defaults, config
+            defaults = merge_sections(defaults, config)
+        else:
+            files = config
+        return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults, incomplete=incomplete)
 
 
 def is_agent(algorithm: Any) -> bool:
