@@ -142,7 +142,8 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         if command[0] == "train":
             assert "at the first evaluation: sampled success" in done.stdout + done.stderr
-            assert "step_000001 is the trained model" in done.stdout + done.stderr
+            assert "step_000001 is the trained model: turnwise eval " in done.stdout + done.stderr
+            assert "held-out tasks: " in done.stdout + done.stderr
     trained = tmp_path / "runs" / "dice"
     assert (trained / "checkpoints" / "step_000001").is_dir()
     summary = json.loads((trained / "summary.json").read_text())

@@ -344,6 +344,7 @@ async def read_start(
     for name, algorithm in config.algorithms.items():
         check_teacher(algorithm.distill, config.rollout.frozen, Path(config.policies[name].model.path))
     tasks, reports = await open_tasks(config, renderer, state)
+    lines = [report.line for report in reports]
     eval_tasks: list[Task] = []
     if config.eval is not None:
         plan = config.eval
@@ -351,8 +352,9 @@ async def read_start(
             plan.tasks, config.rollout, renderer, limit=plan.limit, max_prompt_tokens=plan.max_prompt_tokens
         )
         eval_tasks, reports = held_out.tasks, [*reports, *held_out.reports]
-    for report in reports:
-        console.print(report.line, highlight=False, markup=False)
+        lines += [f"held-out {report.line}" for report in held_out.reports]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
     with home.with_remedy(store, latest):
         policies = {
             name: LoadedPolicy.load(name, config, renderer, latest, state.kl_coefs.get(name))
