@@ -1,14 +1,16 @@
 """A full weight update of a pretrained model: CPU seconds from the trainer's tensors to a server that serves them.
 
-SmolLM2-135M in float32, 538 MB (``harness/smollm2.py``). Before each update one element of every tensor changes. An
-update is ``SharedMemoryTransport.publish`` to one server: compare with the last version, write it to shared memory with
-checksums, have the server read and check it and take it over, remove the last version. The measure is its CPU seconds
-in both processes, over those of reading all bytes once from memory (``numpy`` sums them), in turn.
+SmolLM2-135M (``harness/smollm2.py``), trained in float32 and served in bfloat16: 269 MB. Before each update one element
+of every tensor changes. An update is ``SharedMemoryTransport.publish`` to one server: round the weights, write them to
+shared memory with checksums, compare them with the last version, have the server read, check and take them over, remove
+the last version. The measure is its CPU seconds in both processes, over those of reading all bytes that are sent once
+from memory (``numpy`` sums them), in turn.
 
 ``ratio_builtin`` and ``ratio_vllm`` are these ratios (lower is better; vLLM's is null where there is no Python that
 has it, and with ``--quick``). ``still_builtin`` and ``still_vllm`` are what a running request saw: the longest wait
-between two of its tokens, less the usual one, over the wall seconds of the read. ``parts`` are CPU seconds of the steps
-of an update of a built-in server.
+between two of its tokens, less the usual one, over the wall seconds of the read. ``driver_cpu_s_per_gb`` are the CPU
+seconds of the trainer's process for a gigabyte (1e9 bytes) that is sent to the built-in server. ``parts`` are CPU
+seconds of the steps of an update of a built-in server.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ import torch
 from harness.measure import ROOT, machine, measured, parse, parser, report
 from harness.smollm2 import add_arguments, base_model
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
+from turnwise.engine.weights import WeightStream, checksum, read_weights, weights_directory, write_weights
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica import ServerReplica
 from turnwise.inference.vllm import VLLMReplica, find_install
 from turnwise.trainer.model.policy import load_model
+from turnwise.trainer.model.weights import PolicyWeights
 from turnwise.trainer.weight_sync import SharedMemoryTransport
 from turnwise.types import SamplingParams, TokenPrompt
 
+DTYPE = torch.bfloat16
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
@@ -53,25 +57,27 @@ def main() -> None:
 
 async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
     """Measure both engines and report."""
-    tensors = {name: each.clone() for name, each in load_model(model).named_weights()}
-    builtin = BuiltinReplica(model, InferenceConfig(device="cpu", max_context=1024), log_file=_log("builtin"))
+    weights = PolicyWeights(load_model(model).model, None)
+    size = sum(tensor.nbytes for _, tensor in weights.read(DTYPE))
+    served = InferenceConfig(device="cpu", dtype="bfloat16", max_context=1024)
+    builtin = BuiltinReplica(model, served, log_file=_log("builtin"))
     async with launched(builtin):
-        found = await updates(tensors, builtin, repeats)
-        found["still_s"] = await standstill(tensors, builtin)
-    result: dict[str, Any] = {"ratio_builtin": _ratio(found), "ratio_vllm": None, "builtin": found}
-    result["still_builtin"] = _still(found)
-    result["parts"] = parts(tensors, model)
+        samples = await updates(weights, builtin, repeats)
+        samples["still_s"] = await standstill(weights, builtin)
+    result: dict[str, Any] = {"ratio_builtin": _ratio(samples), "ratio_vllm": None, "builtin": samples}
+    result["driver_cpu_s_per_gb"] = round(statistics.median(samples["driver_s"]) / (size / 1e9), 3)
+    result["still_builtin"] = _still(samples)
+    result["parts"] = parts(weights, model)
     if vllm_python is not None:
-        given = {"engine": "vllm", "dtype": "float32", "max_context": 1024, "kv_tokens": 8192}
-        config = InferenceConfig.model_validate({**given, "server": {"python": vllm_python}})
+        options = {"engine": "vllm", "dtype": "bfloat16", "max_context": 1024, "kv_tokens": 8192}
+        config = InferenceConfig.model_validate({**options, "server": {"python": vllm_python}})
         vllm = VLLMReplica(model, config, log_file=_log("vllm"))
         async with launched(vllm):
             await vllm.prepare_updates(())
-            found = await updates(tensors, vllm, repeats)
-            found["still_s"] = await standstill(tensors, vllm)
-        result |= {"vllm": found, "ratio_vllm": _ratio(found), "still_vllm": _still(found)}
+            samples = await updates(weights, vllm, repeats)
+            samples["still_s"] = await standstill(weights, vllm)
+        result |= {"vllm": samples, "ratio_vllm": _ratio(samples), "still_vllm": _still(samples)}
         result["vllm_version"] = (await find_install(config.server)).version
-    size = sum(each.nbytes for each in tensors.values())
     report({**result, "bytes": size, "machine": machine("turnwise-rl", "torch", "transformers", "numpy")})
 
 
@@ -93,31 +99,41 @@ async def launched(replica: ServerReplica) -> AsyncIterator[None]:
         await replica.close()
 
 
-def change(tensors: dict[str, torch.Tensor]) -> None:
-    """Change one element of every tensor."""
-    for each in tensors.values():
-        each.view(-1)[-1] += 1e-3
+def change(weights: PolicyWeights) -> None:
+    """Change one element of every parameter by more than a rounding."""
+    with torch.no_grad():
+        for name in weights:
+            weights.tensor(name).view(-1)[-1] += 1.0
 
 
-def read(tensors: dict[str, torch.Tensor]) -> None:
+def stream(weights: PolicyWeights) -> WeightStream:
+    """Return the weights as a learner sends them, each rounded when it is asked for."""
+    return WeightStream(weights.types(DTYPE), weights.read(DTYPE))
+
+
+def read(tensors: list[torch.Tensor]) -> None:
     """Read every byte once."""
-    for each in tensors.values():
-        flat = each.view(-1).view(torch.uint8).numpy()
+    for tensor in tensors:
+        flat = tensor.view(-1).view(torch.uint8).numpy()
         flat[: flat.size - flat.size % 8].view(np.int64).sum()
 
 
-async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repeats: int) -> dict[str, Any]:
+async def updates(weights: PolicyWeights, replica: ServerReplica, repeats: int) -> dict[str, Any]:
     """Measure reads and updates in turn; the first update is not counted."""
-    samples: dict[str, list[float]] = {"read_s": [], "read_wall_s": [], "update_s": [], "update_wall_s": []}
+    samples: dict[str, list[float]] = {
+        key: [] for key in ("read_s", "read_wall_s", "update_s", "update_wall_s", "driver_s")
+    }
     transport = SharedMemoryTransport()
     try:
         for number in range(repeats + 1):
-            change(tensors)
+            change(weights)
+            rounded = [tensor for _, tensor in weights.read(DTYPE)]
             with measured() as reading:
-                read(tensors)
+                read(rounded)
+            del rounded
             there = await replica.cpu_seconds()
             with measured() as updating:
-                await transport.publish(lambda sender: sender(tensors.items()), [replica], number + 1)
+                await transport.publish(lambda sender: sender(stream(weights)), [replica], number + 1)
             spent = updating.cpu_s + await replica.cpu_seconds() - there
             if number:
                 for name, value in (
@@ -125,6 +141,7 @@ async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repe
                     ("read_wall_s", reading.wall_s),
                     ("update_s", spent),
                     ("update_wall_s", updating.wall_s),
+                    ("driver_s", updating.cpu_s),
                 ):
                     samples[name].append(round(value, 4))
             print(f"{replica.url}: read {reading.cpu_s:.3f}, update {spent:.3f} CPU-s", file=sys.stderr, flush=True)
@@ -133,7 +150,7 @@ async def updates(tensors: dict[str, torch.Tensor], replica: ServerReplica, repe
     return samples
 
 
-async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -> float:
+async def standstill(weights: PolicyWeights, replica: ServerReplica) -> float:
     """Return the longest wait of a running request during an update, less its usual one, in wall seconds."""
     client, transport, arrivals = HTTPClient([replica.url]), SharedMemoryTransport(), [time.perf_counter()]
     grown = asyncio.Event()
@@ -154,9 +171,9 @@ async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -
     try:
         await until(20)
         usual = statistics.median(np.diff(arrivals[1:]))
-        change(tensors)
+        change(weights)
         begun = len(arrivals)
-        await transport.publish(lambda sender: sender(tensors.items()), [replica], 1000)
+        await transport.publish(lambda sender: sender(stream(weights)), [replica], 1000)
         await until(begun + 5)
         return float(max(np.diff(arrivals[begun - 1 :]).max() - usual, 0.0))
     finally:
@@ -167,17 +184,20 @@ async def standstill(tensors: dict[str, torch.Tensor], replica: ServerReplica) -
         transport.close()
 
 
-def parts(tensors: dict[str, torch.Tensor], model: Path) -> dict[str, float]:
+def parts(weights: PolicyWeights, model: Path) -> dict[str, float]:
     """Return the CPU seconds of the steps of an update, one after the other in this process."""
-    served = CausalLM(model, dtype="float32", device="cpu")
-    home, found = weights_directory("bench"), {}
-    before = write_weights(tensors.items(), home, 1)
-    change(tensors)
+    served = CausalLM(model, dtype="bfloat16", device="cpu")
+    home = weights_directory("bench")
+    before = write_weights(stream(weights), home, 1)
+    change(weights)
+    with measured() as rounded:
+        tensors = [tensor for _, tensor in weights.read(DTYPE)]
     with measured() as checked:
-        for each in tensors.values():
-            checksum(each)
+        for tensor in tensors:
+            checksum(tensor)
+    del tensors
     with measured() as wrote:
-        manifest = write_weights(tensors.items(), home, 2, previous=before)
+        manifest = write_weights(stream(weights), home, 2, previous=before)
     with measured() as reread:
         mapped = read_weights(manifest)
     with measured() as loaded:
@@ -185,8 +205,14 @@ def parts(tensors: dict[str, torch.Tensor], model: Path) -> dict[str, float]:
     for file in home.iterdir():
         file.unlink()
     home.rmdir()
-    found = {"checksums": checked, "compare, write and checksums": wrote, "read and check": reread, "take over": loaded}
-    return {name: round(sample.cpu_s, 3) for name, sample in found.items()}
+    steps = {
+        "round": rounded,
+        "checksums": checked,
+        "round, write, checksums and compare": wrote,
+        "read and check": reread,
+        "take over": loaded,
+    }
+    return {name: round(sample.cpu_s, 3) for name, sample in steps.items()}
 
 
 def _ratio(samples: dict[str, list[float]]) -> float:

@@ -49,7 +49,7 @@ def base_model(arguments: argparse.Namespace) -> Path:
     def build(directory: Path) -> None:
         convert_gguf(PACKAGE, directory, packages=arguments.packages if arguments.packages.is_dir() else None)
 
-    return cached("smollm2", {"sha256": PACKAGES[PACKAGE].sha256, "files": contents(Path(gguf.__file__))}, build)
+    return cached("smollm2", {"sha256": PACKAGES[PACKAGE][1], "files": contents(Path(gguf.__file__))}, build)
 
 
 def warm_started(arguments: argparse.Namespace) -> Path:
