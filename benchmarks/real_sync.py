@@ -31,7 +31,8 @@ import torch
 from harness.measure import ROOT, machine, measured, parse, parser, report
 from harness.smollm2 import add_arguments, base_model
 from turnwise.engine.causal_lm import CausalLM
-from turnwise.engine.weights import WeightStream, checksum, read_weights, weights_directory, write_weights
+from turnwise.engine.vllm_side.turnwise_weight_file import checksum
+from turnwise.engine.weights import read_weights, weights_directory, write_weights
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
@@ -106,11 +107,6 @@ def change(weights: PolicyWeights) -> None:
             weights.tensor(name).view(-1)[-1] += 1.0
 
 
-def stream(weights: PolicyWeights) -> WeightStream:
-    """Return the weights as a learner sends them, each rounded when it is asked for."""
-    return WeightStream(weights.types(DTYPE), weights.read(DTYPE))
-
-
 def read(tensors: list[torch.Tensor]) -> None:
     """Read every byte once."""
     for tensor in tensors:
@@ -133,7 +129,7 @@ async def updates(weights: PolicyWeights, replica: ServerReplica, repeats: int) 
             del rounded
             there = await replica.cpu_seconds()
             with measured() as updating:
-                await transport.publish(lambda sender: sender(stream(weights)), [replica], number + 1)
+                await transport.publish(lambda sender: sender(weights.read(DTYPE)), [replica], number + 1)
             spent = updating.cpu_s + await replica.cpu_seconds() - there
             if number:
                 for name, value in (
@@ -173,7 +169,7 @@ async def standstill(weights: PolicyWeights, replica: ServerReplica) -> float:
         usual = statistics.median(np.diff(arrivals[1:]))
         change(weights)
         begun = len(arrivals)
-        await transport.publish(lambda sender: sender(stream(weights)), [replica], 1000)
+        await transport.publish(lambda sender: sender(weights.read(DTYPE)), [replica], 1000)
         await until(begun + 5)
         return float(max(np.diff(arrivals[begun - 1 :]).max() - usual, 0.0))
     finally:
@@ -188,7 +184,7 @@ def parts(weights: PolicyWeights, model: Path) -> dict[str, float]:
     """Return the CPU seconds of the steps of an update, one after the other in this process."""
     served = CausalLM(model, dtype="bfloat16", device="cpu")
     home = weights_directory("bench")
-    before = write_weights(stream(weights), home, 1)
+    before = write_weights(weights.read(DTYPE), home, 1)
     change(weights)
     with measured() as rounded:
         tensors = [tensor for _, tensor in weights.read(DTYPE)]
@@ -197,7 +193,7 @@ def parts(weights: PolicyWeights, model: Path) -> dict[str, float]:
             checksum(tensor)
     del tensors
     with measured() as wrote:
-        manifest = write_weights(stream(weights), home, 2, previous=before)
+        manifest = write_weights(weights.read(DTYPE), home, 2, previous=before)
     with measured() as reread:
         mapped = read_weights(manifest)
     with measured() as loaded:

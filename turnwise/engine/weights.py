@@ -19,13 +19,15 @@ from pathlib import Path
 import orjson
 import torch
 
-from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum, map_weights
+from turnwise.engine.vllm_side.turnwise_weight_file import add_bytes, bytes_of, map_weights, new_digest
 from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 from turnwise.placement.devices import CPU
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"weights-(\d+)\.safetensors")
+_PIECE = 2**17
+"""Elements that are rounded, written and added to a checksum at a time: they stay in a processor's cache."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -54,11 +56,11 @@ def weights_directory(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream(Iterator[tuple[str, torch.Tensor]]):
-    """Weights that are nowhere as a whole: each tensor is written and dropped before the next one is made.
+    """Weights that are nowhere as a whole: each tensor is rounded, written and dropped before the next one is made.
 
     Attributes:
         described: Type and shape of each tensor by name; no two share a storage.
-        tensors: The tensors, by these names.
+        tensors: The tensors, by these names, before they are rounded.
     """
 
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -66,7 +68,8 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         """Return the next name and tensor."""
-        return next(self.tensors)
+        name, tensor = next(self.tensors)
+        return name, tensor.to(self.described[name][0])
 
 
 def write_weights(
@@ -170,11 +173,14 @@ def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
         out.write(len(raw).to_bytes(8, "little") + raw)
-        for name, stored in stream:
-            tensor = stored.to(CPU)
+        for name, tensor in stream.tensors:
             out.seek(8 + len(raw) + starts[name])
-            out.write(bytes_of(tensor).data)
-            checksums[name] = checksum(tensor)
+            flat, digest = tensor.detach().to(CPU).reshape(-1), new_digest()
+            for start in range(0, flat.numel(), _PIECE):
+                content = bytes_of(flat[start : start + _PIECE].to(stream.described[name][0]))
+                out.write(content.data)
+                add_bytes(digest, content)
+            checksums[name] = digest.hexdigest()
     return checksums
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from support.engine.tiny_lm import make_model
 from support.property_tests import examples
-from turnwise.engine.weights import checksum, read_weights, weights_directory, write_weights
+from turnwise.engine.vllm_side.turnwise_weight_file import checksum
+from turnwise.engine.weights import WeightStream, read_weights, weights_directory, write_weights
 from turnwise.errors import FormatError
 from turnwise.inference import wire
 
@@ -26,6 +27,16 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
         ("empty", torch.zeros(0, 3)),
         ("turned", torch.randn(4, 6, generator=generator).t()),
     ]
+
+
+def test_a_stream_is_rounded_piece_by_piece_into_the_file(tmp_path: Path) -> None:
+    wide = torch.randn(1500, 1000)
+    described = {"wide": (torch.bfloat16, (1000, 1500)), "none": (torch.float32, (0, 3))}
+    manifest = write_weights(
+        WeightStream(described, iter([("wide", wide.t()), ("none", torch.zeros(0, 3))])), tmp_path, 1
+    )
+    assert torch.equal(read_weights(manifest)["wide"], wide.t().to(torch.bfloat16))
+    assert manifest.tensors[0].checksum == checksum(wide.t().to(torch.bfloat16))
 
 
 def test_written_weights_are_read_back(tmp_path):

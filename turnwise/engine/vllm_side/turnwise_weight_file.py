@@ -37,12 +37,22 @@ def checksum(tensor: torch.Tensor) -> str:
     It is blake2b-128 of one number per 4 KiB (the sum modulo 2**64 of its 64-bit words, each times an odd
     position-dependent factor) and of the remaining bytes. Any single changed word is detected, several almost surely.
     """
-    flat = bytes_of(tensor)
-    words = flat.size - flat.size % (8 * _WORDS)
-    sums = np.einsum("ij,j->i", flat[:words].view(np.int64).reshape(-1, _WORDS), _FACTORS)
-    digest = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16)
-    digest.update(flat[words:].data)
+    digest = new_digest()
+    add_bytes(digest, bytes_of(tensor))
     return digest.hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """Return the digest of no bytes, for :func:`add_bytes`."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def add_bytes(digest: hashlib.blake2b, content: npt.NDArray[np.uint8]) -> None:
+    """Add bytes of a tensor to its :func:`checksum`: all but the last ones by multiples of 4 KiB."""
+    words = content.size - content.size % (8 * _WORDS)
+    sums = np.einsum("ij,j->i", content[:words].view(np.int64).reshape(-1, _WORDS), _FACTORS)
+    digest.update(np.ascontiguousarray(sums).data)
+    digest.update(content[words:].data)
 
 
 def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:

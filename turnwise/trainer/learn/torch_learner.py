@@ -229,8 +229,7 @@ class TorchLearner(Learner):
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They may be live: copy to keep."""
         if (lora := self.policy.lora) is not None:
             return WeightStream(lora.types(), lora.tensors())
-        weights = PolicyWeights(self.policy.model, None)
-        return WeightStream(weights.types(dtype), weights.read(dtype))
+        return PolicyWeights(self.policy.model, None).read(dtype)
 
     @property
     def adapter(self) -> AdapterInfo | None:

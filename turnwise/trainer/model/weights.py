@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.checkpoint_names import CheckpointNames, TensorType
+from turnwise.engine.weights import WeightStream
 from turnwise.errors import FormatError, TrainError
 from turnwise.trainer.model.lora import LoRA
 
@@ -78,7 +79,7 @@ class PolicyWeights:
                 types |= {part: (dtype, types[part][1]) for part in self.names.parts[parameter]}
         return types
 
-    def read(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
-        for parameter in self:
-            yield from self.parts(parameter, dtype=dtype).items()
+    def read(self, dtype: torch.dtype | None = None) -> WeightStream:
+        """Return (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
+        parts = (self.parts(parameter) for parameter in self)
+        return WeightStream(self.types(dtype), (pair for part in parts for pair in part.items()))
