@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.envs.swe_cheats import OF_THE_SANDBOX, TELLING_RUNS_APART
+from support.envs.swe_cheats import OF_COMPARISONS, OF_THE_SANDBOX, TELLING_RUNS_APART
 from support.envs.swe_episodes import any_manager, judging, task
 from support.envs.swe_mutants import appended
 from support.envs.terminal_attacks import TERMINAL_ATTACKS
@@ -44,6 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("repositories")
 
 
+FURTHER_CHEATS = {**OF_THE_SANDBOX, **OF_COMPARISONS}
 COUNTS_RUNS = "counts its runs in a temporary file"
 QUICK = (
     "a process writes the reward of every other run",
@@ -90,12 +91,10 @@ async def test_solution_cannot_tell_the_runs_of_its_tests_apart(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", quick_and_long(OF_THE_SANDBOX))
-async def test_solution_that_takes_from_its_tests_what_they_need_is_wrong(
-    manager: SandboxManager, name: str, cache: Path
-) -> None:
+@pytest.mark.parametrize("name", quick_and_long(FURTHER_CHEATS))
+async def test_solution_that_goes_for_its_tests_is_wrong(manager: SandboxManager, name: str, cache: Path) -> None:
     async with judging(manager, task("ledgerly__half-units"), cache=str(cache)) as env:
-        assert not (await env.judge(appended(env.instance, cache, OF_THE_SANDBOX[name]))).resolved
+        assert not (await env.judge(appended(env.instance, cache, FURTHER_CHEATS[name]))).resolved
 
 
 def says(text: str) -> dict[str, Any]:

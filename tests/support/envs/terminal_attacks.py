@@ -27,6 +27,8 @@ while :; do
 done
 """
 
+_PYTHON: Final = "python3 - <<'END'\nimport os, socket\n{code}\nEND\n:"
+
 _REPLACE_EVERY_OTHER: Final = _REPLACE.replace(
     "|| continue\n",
     """|| continue
@@ -80,4 +82,42 @@ end(False)
     "a workdir that is another one": "rm -rf * .[a-z]*; ln -s / root; cp -r /usr/lib/python3* . 2> /dev/null; :",
     "every process ended": "kill -9 -1",
     "a fork bomb": "f() { f | f & }; f; :",
+    "modules of a user that pass": r"""
+for folder in $HOME/.local/lib/$(python3 -c 'import sys; print("python%d.%d" % sys.version_info[:2])')/site-packages; do
+mkdir -p $folder
+cat > $folder/usercustomize.py <<'END'
+import os, sys
+if any("pytest" in word for word in sys.orig_argv):
+    print("PASSED test_outputs.py::test_all")
+    sys.stdout.flush()
+    os._exit(0)
+END
+cp $folder/usercustomize.py $folder/sitecustomize.py; echo 'import usercustomize' > $folder/x.pth
+done
+""",
+    "a tree 3,000 deep": _PYTHON.format(code="for n in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"),
+    "names that are no text, a socket, a loop, a pipe and a time before 1970": _PYTHON.format(
+        code=r"""
+for name in (b"\xff\xfe", b"a\nb", b"-rf", b" "):
+    open(name, "w").write("x")
+socket.socket(socket.AF_UNIX).bind("sock")
+os.symlink("loop", "loop")
+os.mkfifo("pipe")
+os.utime(b"-rf", (-(10**10), -(10**10)))
+"""
+    ),
+    "files that nobody may read": "mkdir x; echo a > x/y; chmod 000 x/y x .; :",
+    "thirty thousand links": _PYTHON.format(
+        code="open('l', 'w').write('x' * 1000)\nfor n in range(30000):\n    os.link('l', f'l{n}')"
+    ),
+    "all memory": _PYTHON.format(code="taken = []\nwhile True:\n    taken.append(bytearray(2**26))"),
+    "folders of the tests and rewards that are there before": (
+        "mkdir -p /logs /tests 2> /dev/null; ln -s /tests /logs/verifier; ln -s /logs/verifier /tests/tests\n"
+        "for n in $(seq 50); do\nlogs=${TMPDIR:-/tmp}/turnwise-$n/logs; mkdir -p $logs; echo 1 > $logs/reward.txt\ndone"
+    ),
+    "a process that writes an infinite reward": (
+        "cat > $HOME/write.sh <<'END'\nwhile :; do for logs in /logs/verifier ${TMPDIR:-/tmp}/turnwise-*/logs; do\n"
+        "[ -d $logs ] && echo 1e999 > $logs/reward.txt; done; done\nEND\n"
+        "setsid bash $HOME/write.sh > /dev/null 2>&1 < /dev/null &"
+    ),
 }
