@@ -93,7 +93,7 @@ def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajector
             ids, logprobs = ids[count:], logprobs[scored or 0 :]
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the columns of trajectory {trajectory.id!r} are damaged: {error!r}") from error
-    if len(ids) or len(logprobs):
+    if len(ids) or len(logprobs) or len(raw):
         raise FormatError(f"the columns of trajectory {trajectory.id!r} have more ids than its segments")
     return trajectory
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from support.chat.toy_renderer import ToyRenderer
+from support.engine.families import save_family
 from support.rollout.record_files import read_records, write_records
 from turnwise.cli import main
 from turnwise.errors import AuditError
@@ -20,11 +21,14 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout.records import BatchWriter
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import TrainRow
+from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import TrainSample, Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
-from turnwise.types import Completion
+from turnwise.types import Completion, decode_routes, encode_routes
 
 TEMPERATURE = 0.7
 
@@ -186,3 +190,49 @@ async def test_the_command_exits_with_1_at_a_contradiction(tmp_path: Path, capsy
         main(["audit", str(tmp_path)])
     assert exit_.value.code == 1
     assert "1 contradictions" in capsys.readouterr().out
+
+
+async def make_routed_run(run: Path) -> None:
+    """A mixture sampled two turns, whose experts are recorded."""
+    model = save_family("qwen3_moe", run / "first", vocab_size=260, num_experts=8, initializer_range=0.2)
+    policy = load_model(model)
+    assert policy.routers is not None
+    renderer = ToyRenderer()
+
+    def script(request):
+        completion = renderer.completion({"role": "assistant", "content": f"say {request.number}"}, ())
+        ids = np.concatenate([request.prompt, completion])
+        sample = TrainSample(ids, np.arange(len(ids)) > 0, *np.zeros((3, len(ids))), "t", "g", 0)
+        policy.routers.watch()
+        with torch.no_grad():
+            logprobs = policy.forward(pack([TrainRow(sample)], 1000)[0]).logprobs.numpy()
+        routes = policy.routers.take()[max(0, request.params.routes_from - 1) : -1]
+        spans = ((0, 0, len(completion)),)
+        return Completion(completion, logprobs[-len(completion) :], "stop", spans, routes)
+
+    client = LedgerClient(ScriptedClient(renderer, script), run / "ledger.jsonl")
+    writer = TrajectoryWriter(run / "trajectories.twz")
+    session = Session(client, renderer, id="a", limits=SessionLimits(context_length=1000))
+    first = await session.chat([{"role": "user", "content": "go"}])
+    await session.chat([{"role": "user", "content": "go"}, first, {"role": "user", "content": "more"}])
+    writer.write(Trajectory("a", "a", "g", "t", segments=session.segments()))
+    await client.close()
+    writer.close()
+    config = {"rollout": {"temperature": 1.0}, "policies": {"main": {"model": {"path": str(model)}}}}
+    (run / "config.yaml").write_bytes(orjson.dumps(config))
+
+
+async def test_a_planted_wrong_route_is_found(tmp_path: Path) -> None:
+    await make_routed_run(tmp_path)
+    report, _ = audit(tmp_path)
+    assert report.contradictions == []
+    lines = read_records(tmp_path / "trajectories.twz")
+    segment = lines[0]["segments"][3]
+    routes = decode_routes(segment["routes"])
+    routes[2, 1, 0] = next(expert for expert in range(8) if expert not in routes[2, 1])
+    segment["routes"] = encode_routes(routes)
+    write_records(tmp_path / "trajectories.twz", lines)
+    report, _ = audit(tmp_path)
+    [text] = report.contradictions
+    assert "segment 3, sampled by version 0" in text
+    assert "below those that its router chooses" in text

@@ -22,7 +22,7 @@ from turnwise.engine.capacity import serves_float32
 from turnwise.errors import AuditError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import read_batches
-from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media
+from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media, path_routes
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
 
@@ -32,6 +32,8 @@ CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
 _TOLERANCE = 1e-4
 # With bfloat16 single ids differ by more; over many of them the mean does not.
 _MEAN_TOLERANCE_HALF = 0.05
+# Scores by which a router's experts may be in another order on the server.
+_ROUTE_TOLERANCE = 1e-3
 _MOST_SHOWN = 50
 _TOKENS_AT_ONCE = 4096
 
@@ -231,7 +233,8 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
     versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int32)
     names = trajectory.id, trajectory.group_id, segment.index
-    sample = TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path))
+    routes = path_routes([*path, segment])
+    sample = TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path), routes)
     return sample, temperature
 
 
@@ -240,7 +243,10 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     policy, number = version
     what = f"version {number}" if policy == MAIN else f"version {number} of {policy}"
     wrong: dict[int, tuple[TrainSample, list[str]]] = {}
-    for sample, position, reported, computed in _recomputed(weights.directory, turns):
+    for sample, position, reported, computed, shortfall in _recomputed(weights.directory, turns):
+        if weights.exact and shortfall > _ROUTE_TOLERANCE:
+            text = f"an expert of position {position} scores {shortfall:.3g} below those that its router chooses"
+            wrong.setdefault(id(sample), (sample, []))[1].append(text)
         differences.append(abs(reported - computed))
         if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
             text = f"the logprob of position {position} was {reported:.6f}, computed again it is {computed:.6f}"
@@ -264,8 +270,8 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     )
 
 
-def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[TrainSample, int, float, float]]:
-    """Yield (sample, position in its row, reported, computed) of every id."""
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[TrainSample, int, float, float, float]]:
+    """Yield (sample, position in its row, reported, computed, shortfall of the experts) of every id."""
     import torch
 
     from turnwise.trainer.batch.packing import pack
@@ -277,11 +283,19 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[Train
     rows = [TrainRow(sample, temperature=temperature) for sample, temperature in turns]
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():
-            computed = policy.forward(batch).logprobs.float().cpu().tolist()
+            scores = policy.forward(batch)
+        computed, shortfalls = scores.logprobs.float().cpu().tolist(), [0.0] * batch.trained_tokens
+        if batch.routes is not None and policy.routers is not None:
+            shortfalls = policy.routers.shortfall[batch.predictors].tolist()
         positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
         owners = [batch.rows[number] for number in batch.sequences.tolist()]
         yield from zip(
-            [rows[row].sample for row in owners], positions, batch.rollout_logprobs.tolist(), computed, strict=True
+            [rows[row].sample for row in owners],
+            positions,
+            batch.rollout_logprobs.tolist(),
+            computed,
+            shortfalls,
+            strict=True,
         )
 
 
