@@ -273,10 +273,11 @@ def _check_routes(model: Path, config: InferenceConfig) -> None:
             f"inference.routed_experts is true, but {model} ({settings.get('model_type')}) has no experts, or not the "
             "same number of them for each token: remove it"
         )
-    if config.engine == "sglang":
+    if config.engine == "sglang" or (config.engine == "vllm" and not config.urls):
+        # vLLM's need its second model runner, whose log-probabilities are not those that training needs.
         raise ConfigError(
-            "inference.routed_experts is true, but inference.engine is sglang, whose servers do not report experts "
-            "here: set it to builtin or vllm, or remove routed_experts"
+            f"inference.routed_experts is true, but inference.engine is {config.engine}, whose servers report no "
+            "experts when they are launched here: set it to builtin, or remove routed_experts"
         )
 
 
