@@ -27,9 +27,9 @@ from rich.console import Console
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class
 from turnwise.errors import TurnwiseError
+from turnwise.placement.usage import return_freed_memory
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.directory import cpu_seconds
 from turnwise.trainer.train import TrainSummary, run_train

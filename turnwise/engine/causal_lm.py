@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch.nn.functional import linear
 
-from turnwise.engine.accelerator import avoid_planned_attention, on_cpu, peak_bytes, resolve_device
+from turnwise.engine.accelerator import avoid_planned_attention, main_memory, on_cpu, peak_bytes, resolve_device
 from turnwise.engine.attention import (
     IMPLEMENTATION,
     AttentionPlan,
@@ -62,6 +62,10 @@ class PackedLinear(torch.nn.Module):
         # A tensor made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight.detach(), _ROWS)
+
+    def unpack(self) -> None:
+        """Drop the packed copy, until the next :meth:`pack`."""
+        self._packed = torch.empty(0)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows @ weight.T + bias``: [..., in] to [..., out]."""
@@ -116,7 +120,10 @@ class CausalLM:
         adapters: Adapters that requests name.
         routers: The routers of a mixture of experts; None for another model, or where they cannot be followed.
         keeps_routes: Whether what they choose is kept after each step.
+        blank: Whether the weights were dropped (:meth:`sleep`) and no others were loaded since.
     """
+
+    blank = False
 
     def __init__(
         self, path: str | Path, *, dtype: str = "auto", device: str = "auto", routed_experts: bool = False
@@ -173,6 +180,8 @@ class CausalLM:
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
+        # While they are away: parameters that share a storage, and its shape.
+        self._away: list[tuple[list[torch.Tensor], torch.Size]] = []
         with Routers.search(self._model, self._config.to_dict()) as found:
             self.geometry = self._probe()
         self.routers: Routers | None = next(iter(found), None)
@@ -237,6 +246,45 @@ class CausalLM:
         """Most bytes allocated on the model's GPU so far; 0 on a CPU."""
         return peak_bytes(self.device)
 
+    def sleep(self, *, keep: bool) -> None:
+        """Give back the memory of the weights, until :meth:`wake`: move them to main memory, or drop them.
+
+        Raises FormatError where adapters need what would be dropped.
+        """
+        if not keep and (self.adapters.numbers or self._base.adapted):
+            raise FormatError("level is 2, which drops the launch weights that adapters stand on: send level=1")
+        if not self._away:
+            groups: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
+            for parameter in self._model.parameters():
+                groups.setdefault((parameter.data_ptr(), parameter.shape), []).append(parameter)
+            self._away = [(parameters, shape) for (_, shape), parameters in groups.items()]
+        for layer in self._packed:
+            layer.unpack()
+        with torch.inference_mode(False), torch.no_grad():
+            for parameters, _ in self._away:
+                rest = parameters[0].to(main_memory()) if keep else parameters[0].new_empty(0)
+                for parameter in parameters:
+                    parameter.data = rest
+        self._base.move(main_memory())
+        if not keep:
+            self.blank = True
+            self._base.replaced()
+
+    def wake(self) -> None:
+        """Bring the weights back, or where they were dropped room for others."""
+        with torch.inference_mode(False), torch.no_grad():
+            for parameters, shape in self._away:
+                weight = parameters[0].to(self.device)
+                if self.blank:
+                    weight = torch.empty(shape, dtype=weight.dtype, device=self.device)
+                for parameter in parameters:
+                    parameter.data = weight
+        self._away = []
+        self._base.move(self.device)
+        if not self.blank:
+            for layer in self._packed:
+                layer.pack()
+
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace all weights, or none, by the tensors of a checkpoint; tied ones may have any of their names.
 
@@ -279,6 +327,7 @@ class CausalLM:
         for layer in self._packed:
             layer.pack()
         self._base.replaced()
+        self.blank = False
 
     def _adoptable(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether a tensor can take a weight's place without a copy."""

@@ -13,16 +13,17 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
+from turnwise.engine.accelerator import release_cached
 from turnwise.engine.batching.batch_state import Generation, Output, Slots, StopStrings
 from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.batching.prompt_images import PromptImages
@@ -31,7 +32,9 @@ from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.experts.route_rows import RouteRows
 from turnwise.engine.sampling import sample
+from turnwise.errors import InferenceError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.usage import return_freed_memory
 from turnwise.types import Logprobs
 
 
@@ -74,6 +77,8 @@ class EngineStats:
 
 
 ResultT = TypeVar("ResultT")
+PARTS: Final = ("weights", "kv_cache")
+"""The parts whose memory an engine gives back, by vLLM's names."""
 _NONE: Slots = np.zeros(0, dtype=np.int64)
 _KV_TOKENS = 131072
 # Logits of prompts that are scored are held for this many (token, vocabulary) pairs at once: 256 MiB in float32.
@@ -81,7 +86,11 @@ _SCORED_LOGITS = 1 << 26
 
 
 class Engine:
-    """Runs requests on a model. :meth:`submit` and :meth:`call` are thread-safe; the rest is for its own thread."""
+    """Runs requests on a model. :meth:`submit` and :meth:`call` are thread-safe; the rest is for its own thread.
+
+    Attributes:
+        asleep: The parts of ``PARTS`` whose memory was given back; requests wait until there is none.
+    """
 
     def __init__(
         self,
@@ -143,6 +152,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closed = False
+        self.asleep: frozenset[str] = frozenset()
 
     def submit(self, generation: Generation) -> None:
         """Queue a request."""
@@ -186,6 +196,44 @@ class Engine:
         """Resume sampling."""
         self.stats.paused = False
 
+    def sleep(self, level: int) -> None:
+        """Give back the memory of keys, values and weights. Idempotent.
+
+        Requests, also those in flight, wait until :meth:`wake` and are prefilled again. Level 1 keeps the weights in
+        main memory; level 2 drops them, and others have to be loaded. Raises FormatError, and changes nothing, where
+        adapters need them.
+        """
+        self.model.sleep(keep=level == 1)
+        self.asleep = frozenset(PARTS)
+        for slot in self._roster.running.tolist():
+            self._roster.requeue(slot)
+        self._cache.drop_retained()
+        self._roster.running = arrange(self._cache, self._roster.running)
+        if self._images is not None:
+            self._images.forget()
+        if self._graphs is not None:
+            self._graphs.forget()
+        release_cached()
+        return_freed_memory()
+
+    def wake(self, parts: Collection[str]) -> bool:
+        """Take memory again for parts of ``PARTS``; return whether none sleeps any more, so that sampling is resumed.
+
+        Raises InferenceError, and changes nothing, where it would sample from weights that were dropped.
+        """
+        asleep = self.asleep.difference(parts)
+        if "kv_cache" in parts and not asleep and self.model.blank:
+            raise InferenceError(
+                "the weights were dropped (/sleep?level=2) and none were loaded since: POST /wake_up?tags=weights, "
+                "/update_weights, then /wake_up?tags=kv_cache"
+            )
+        if "weights" in self.asleep - asleep:
+            self.model.wake()
+        self.asleep = asleep
+        if awake := not asleep and not self.model.blank:
+            self.resume()
+        return awake
+
     def abort(self, ids: Iterable[str] | None) -> int:
         """Finish requests (None: all) with what they have; return their number. Unknown ids are ignored."""
         outputs = self._roster.end(ids, "abort")
@@ -197,9 +245,11 @@ class Engine:
     ) -> None:
         """Replace the weights by full ones or an adapter's; sequences in flight are prefilled again.
 
-        An adapter with a name concerns its own requests and prefixes only. Raises FormatError, and changes nothing, if
-        a tensor does not fit.
+        An adapter with a name concerns its own requests and prefixes only. Changes nothing where it raises FormatError,
+        because a tensor does not fit, or InferenceError, because the weights sleep.
         """
+        if "weights" in self.asleep:
+            raise InferenceError(f"weights version {version} has no room: POST /wake_up?tags=weights before")
         number = None
         if adapter is None:
             self.model.load(tensors, version)
@@ -250,7 +300,7 @@ class Engine:
         with torch.inference_mode():
             while self._inbox:
                 self._inbox.popleft()()
-            if self.stats.paused:
+            if self.stats.paused or self.asleep or self.model.blank:
                 return False
             self.stats.reused_tokens += self._roster.admit()
             if not len(self._roster.running):

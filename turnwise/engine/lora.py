@@ -51,6 +51,15 @@ class BaseWeights:
         """Whether the served weights may be others than those of the launch."""
         return self._replaced or bool(self._base)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is merged into the served weights."""
+        return bool(self._base)
+
+    def move(self, device: torch.device) -> None:
+        """Move them to a device."""
+        self._base = {name: matrix.to(device) for name, matrix in self._base.items()}
+
     def replaced(self) -> None:
         """Mark the launch weights as lost, after a full weight update."""
         self._base = {}

@@ -1,8 +1,9 @@
 """The built-in inference server: ``python -m turnwise.engine.server``.
 
 Routes (vLLM's, except ``/stats``): ``POST /inference/v1/generate`` (``stream``: server-sent events); ``GET /health``,
-``/load``, ``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``; ``POST /pause?mode=abort|keep``, ``/resume``,
-``/abort_requests``, ``/update_weights``, ``/update_weight_version``, all with ``TURNWISE_CONTROL_KEY``'s key.
+``/load``, ``/v1/models``, ``/stats``, ``/weight_info``, ``/is_paused``, ``/is_sleeping``;
+``POST /pause?mode=abort|keep``, ``/resume``, ``/abort_requests``, ``/update_weights``, ``/update_weight_version``,
+``/sleep?level=1|2``, ``/wake_up?tags=weights&tags=kv_cache``, all with ``TURNWISE_CONTROL_KEY``'s key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from turnwise.config import Section
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
 from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
-from turnwise.engine.engine import Engine
+from turnwise.engine.engine import PARTS, Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
 from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
@@ -88,6 +89,9 @@ class App:
             ("POST", "/abort_requests"): self._abort,
             ("POST", "/update_weights"): self._update_weights,
             ("POST", "/update_weight_version"): self._update_weight_version,
+            ("GET", "/is_sleeping"): self._is_sleeping,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake_up,
         }
 
     def deliver(self, outputs: list[Output]) -> None:
@@ -119,6 +123,10 @@ class App:
         except FormatError as error:
             field = error.field if isinstance(error, BadRequest) else None
             await answer_json(send, 400, wire.encode_error(str(error), status=400, field=field))
+            return
+        except InferenceError as error:
+            # Right at another time: a server that was restarted sleeps again.
+            await answer_json(send, 503, wire.encode_error(str(error), status=503))
             return
         await answer_json(send, 200, orjson.dumps(answer))
 
@@ -282,6 +290,25 @@ class App:
     async def _resume(self, _: bytes, __: Scope) -> Any:
         await asyncio.wrap_future(self._engine.call(self._engine.resume))
         return {"status": "resumed"}
+
+    async def _is_sleeping(self, _: bytes, __: Scope) -> Any:
+        return {"is_sleeping": bool(self._engine.asleep)}
+
+    async def _sleep(self, _: bytes, scope: Scope) -> Any:
+        level = parse_qs(scope["query_string"].decode()).get("level", ["1"])[-1]
+        if level not in ("1", "2"):
+            raise BadRequest("level", f"level must be 1 (weights are kept) or 2 (they are dropped), not {level!r}")
+        await asyncio.wrap_future(self._engine.call(lambda: self._engine.sleep(int(level))))
+        return {"status": "sleeping", "level": int(level)}
+
+    async def _wake_up(self, _: bytes, scope: Scope) -> Any:
+        tags = parse_qs(scope["query_string"].decode()).get("tags", list(PARTS))
+        if unknown := sorted(set(tags).difference(PARTS)):
+            raise BadRequest(
+                "tags", f"tags must be of {', '.join(PARTS)}, not {unknown[0]!r}; leave it out to wake all"
+            )
+        awake = await asyncio.wrap_future(self._engine.call(lambda: self._engine.wake(tags)))
+        return {"status": "awake" if awake else "sleeping", "tags": tags}
 
     async def _abort(self, raw: bytes, _: Scope) -> Any:
         ids = wire.decode_json(raw or b"{}").get("request_ids") or None

@@ -49,6 +49,7 @@ class BuiltinReplica(ServerReplica):
     """A built-in inference server in its own process, which ends with its parent (lifeline pipe)."""
 
     serves_adapters = True
+    can_sleep = True
 
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:

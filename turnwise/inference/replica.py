@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import orjson
 
@@ -163,6 +163,8 @@ class ServerReplica(Replica):
         self._loaded: dict[str | None, WeightManifest] = {}
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
+        # Until all of it is awake, a restart puts it to sleep again.
+        self._sleep_level = 0
         self._given_url = url
         self._watching: asyncio.Task[None] | None = None
         self._process: ServerProcess | RunningServer
@@ -286,16 +288,21 @@ class ServerReplica(Replica):
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
         async with self._loading:
             port, manifests = self._port, list(self._manifests.values())
+            paused = bool(manifests or self._sleep_level)
             await self.close()
             try:
                 self._port = port
-                await self._open(paused=bool(manifests))
+                await self._open(paused=paused)
             except InferenceError:
                 if self._config.port or self._given_url is not None:
                     raise
                 # Another process bound the port in the meantime.
                 self._port = 0
-                await self._open(paused=bool(manifests))
+                await self._open(paused=paused)
+            if self._sleep_level:
+                # What it had loaded comes with the next version, after it was woken.
+                await self._ask(f"/sleep?level={self._sleep_level}")
+                return
             for manifest in manifests:
                 await self._load(manifest)
             if manifests:
@@ -323,6 +330,23 @@ class ServerReplica(Replica):
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
         return int((await self._ask("/abort_requests", {}))["aborted"])
+
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Give back its memory; see :meth:`Replica.sleep`."""
+        async with self._loading:
+            self._sleep_level = 1 if keep_weights else 2
+            if not keep_weights:
+                self._loaded, self._manifests = {}, {}
+            await self._ask(f"/sleep?level={self._sleep_level}")
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again; see :meth:`Replica.wake`."""
+        async with self._loading:
+            answer = await self._ask(f"/wake_up?tags={part}")
+            if part == "kv_cache":
+                if answer["status"] != "awake":
+                    raise InferenceError(f"{self.url} was restarted before its weights were loaded, and sleeps again")
+                self._sleep_level = 0
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present; 0 for one started elsewhere."""

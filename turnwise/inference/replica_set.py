@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from turnwise.chat.processor import load_processor
 from turnwise.errors import EngineDied, InferenceError, RequestRefused
@@ -52,7 +52,13 @@ class ReplicaSet:
     """
 
     def __init__(
-        self, config: InferenceConfig, model: Path, *, logs: Path, adapters: Mapping[str, int] | None = None
+        self,
+        config: InferenceConfig,
+        model: Path,
+        *,
+        logs: Path,
+        adapters: Mapping[str, int] | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Configure the servers; :meth:`launch` starts them.
 
@@ -62,11 +68,14 @@ class ReplicaSet:
             logs: Directory of their log files.
             adapters: Ranks of the adapters that each server holds, by name (:meth:`client_of`); None for the model
                 alone.
+            sleeps: Whether they are going to :meth:`sleep`.
 
         Raises:
             ConfigError: The engine is unknown.
         """
         self.replicas = make_replicas(model, config, logs=logs, adapters=adapters)
+        for replica in self.replicas:
+            replica.sleeps = sleeps
         self.restarts = 0
         self.moved: list[Callable[[str, str], Awaitable[None]]] = []
         self._config = config
@@ -171,6 +180,14 @@ class ReplicaSet:
     async def resume(self) -> None:
         """Resume sampling on all servers. Raises InferenceError."""
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Have all servers give back their memory; see :meth:`turnwise.model.core.Replica.sleep`."""
+        await asyncio.gather(*(replica.sleep(keep_weights=keep_weights) for replica in self.replicas))
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Wake a part of all servers; see :meth:`turnwise.model.core.Replica.wake`."""
+        await asyncio.gather(*(replica.wake(part) for replica in self.replicas))
 
     async def stats(self) -> dict[str, float]:
         """Return ``restarts``, ``ejections``, ``resumed_tokens`` and the sums of the counters that the engine has.

@@ -45,6 +45,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM makes room for."""
 _KEPT_ADAPTERS = 4
 """Versions of an adapter that requests in flight may still sample from."""
+_SLEEP_FLAG = "--enable-sleep-mode"
 # Arguments that follow from keys of the configuration, or that training needs.
 _RESERVED_ARGUMENTS = (
     "model", "served-model-name", "host", "port", "uds", "dtype", "max-num-seqs", "max-model-len",
@@ -244,6 +245,7 @@ class VLLMReplica(ServerReplica):
     """A vLLM server in its own process, which ends with its parent."""
 
     serves_adapters = True
+    can_sleep = True
     launch_timeout = ENGINE_LAUNCH_TIMEOUT
     close_timeout = ENGINE_CLOSE_TIMEOUT
 
@@ -280,6 +282,11 @@ class VLLMReplica(ServerReplica):
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         install = await find_install(self._config.server)
+        if self.sleeps and install.cpu:
+            raise ConfigError(
+                f"layout is colocated, but {install.python} has a vLLM for processors, which cannot give its memory "
+                "back: set inference.engine to builtin, or layout to separate"
+            )
         eager = install.cpu or "--enforce-eager" in self._config.server.arguments
         model = self._model.absolute()
         script = [str(install.python), "-P", str(_SIDE / "turnwise_vllm_serve.py")]
@@ -295,6 +302,7 @@ class VLLMReplica(ServerReplica):
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
             arguments = command_line(model, name, placed, port, eager=eager)
             arguments += adapter_arguments(self._adapters, loaded)
+            arguments += [_SLEEP_FLAG] * (self.sleeps and _SLEEP_FLAG not in arguments)
             return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
 
         def variables(parent: Mapping[str, str]) -> dict[str, str]:
@@ -326,6 +334,14 @@ class VLLMReplica(ServerReplica):
             ) from error
         if announced:
             check_fit(self.url, problems)
+        if self.sleeps:
+            # Without the flag it answers as if it slept, and gives nothing back.
+            info = await self._control.request(self.url, "GET", "/server_info?config_format=json")
+            if not info["vllm_config"]["model_config"]["enable_sleep_mode"]:
+                raise InferenceError(
+                    f"layout is colocated, but the vLLM server at {self.url} was started without {_SLEEP_FLAG}: start "
+                    "it with that (on a GPU), or set layout to separate"
+                )
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
         info = wire.manifest_info(manifest)

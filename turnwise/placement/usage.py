@@ -7,11 +7,13 @@ The figures are those of ``/proc`` (``VmRSS``, ``VmHWM``; Linux). ``getrusage`` 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from turnwise.model.core import MemoryUse
 
@@ -74,4 +76,38 @@ def is_stopped(pid: int) -> bool:
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
+        return False
+
+
+class _HeapInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2`` (malloc.h): ten sizes, of which ``fordblks`` is that of all free blocks."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def return_freed_memory(*, above: int = 0) -> bool:
+    """Return freed blocks to the system; return whether any were.
+
+    Between two trainings of a process: what the C library holds for the next step of one model lies in pieces that
+    another one's tensors do not fill. And while a trainer waits for rollouts, or a server sleeps, on a machine that
+    both share.
+
+    Args:
+        above: Bytes of freed blocks up to which they are kept.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        if above:
+            information = library.mallinfo2
+            information.restype = _HeapInfo
+            if information().fordblks <= above:
+                return False
+        return bool(library.malloc_trim(0))
+    except (OSError, AttributeError, TypeError):
+        # Another C library (or glibc before 2.33), or another system.
         return False

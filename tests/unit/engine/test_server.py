@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -429,6 +430,60 @@ async def test_diverged_weights_fail_requests_and_not_the_server(lm, replica, cl
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
 
 
+async def test_a_sleeping_server_holds_no_cache_and_wakes_to_the_weights_that_are_loaded(lm, replica, client, tmp_path):
+    new = make_model("qwen3", 4)
+    call = asyncio.create_task(client.generate(TokenPrompt(prompt(33)), LONG, session_id="asleep"))
+    await running(replica)
+    try:
+        await replica.sleep()
+        await replica.sleep()
+        stats = await replica.stats()
+        assert (stats["running"], stats["waiting"], stats["retained"], stats["kv_tokens"]) == (0, 1, 0, 0)
+        waits = asyncio.create_task(client.generate(TokenPrompt(prompt(34)), GREEDY, session_id="waits"))
+        update = write_weights(new.state_dict().items(), tmp_path, 7)
+        with pytest.raises(
+            InferenceError, match=r"503: .*version 7 has no room: POST /wake_up\?tags=weights"
+        ) as caught:
+            await replica.update_weights(update)
+        assert not isinstance(caught.value, RequestRefused)
+        for _ in range(2):
+            await replica.wake("weights")
+        # Asleep in part still: a request would sample from memory that nobody wrote.
+        with pytest.raises(InferenceError, match=r"503: the weights were dropped .*/update_weights, then"):
+            await replica.wake("kv_cache")
+        assert await replica.update_weights(update) == 7
+        assert not waits.done()
+        for _ in range(2):
+            await replica.wake("kv_cache")
+        assert (await waits).token_ids.tolist() == greedy(new, prompt(34), 20)
+        (_, _, middle), (version, start, end) = (await call).weight_versions
+        assert (version, start, end) == (7, middle, 400)
+        await replica.sleep(keep_weights=True)
+        await replica.wake("weights")
+        await replica.wake("kv_cache")
+        kept = await client.generate(TokenPrompt(prompt(35)), GREEDY, session_id="kept")
+        assert kept.token_ids.tolist() == greedy(new, prompt(35), 20)
+    finally:
+        await replica.sleep()
+        await replica.wake("weights")
+        await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+        await replica.wake("kv_cache")
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "message"),
+    [
+        ("/sleep?level=3", "level", r"level must be 1 \(weights are kept\) or 2 .*'3'"),
+        ("/wake_up?tags=weights&tags=all", "tags", r"tags must be of weights, kv_cache, not 'all'"),
+    ],
+)
+async def test_unknown_levels_and_parts_of_sleep_are_400(http, route, field, message):
+    async with http.post(route) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, field)
+        assert re.search(message, error["message"])
+
+
 async def test_a_server_that_runs_already_is_updated_and_left_running(lm, replica, client, tmp_path):
     new = make_model("qwen3", 3)
     attached = BuiltinReplica(lm[1], CONFIG, log_file=tmp_path / "log", url=replica.url)
@@ -508,6 +563,18 @@ async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal
     completion = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="t")
     assert completion.weight_versions == ((7, 0, len(completion.token_ids)),)
     assert completion.token_ids.tolist() == greedy(new, prompt(), 20)
+    # One that dies asleep comes back asleep, and takes its weights again.
+    await mortal.sleep()
+    os.kill(mortal.pid, signal.SIGKILL)
+    await asyncio.wait_for(mortal.wait_died(), 10)
+    await mortal.restart()
+    with pytest.raises(InferenceError, match="was restarted before its weights were loaded"):
+        await mortal.wake("kv_cache")
+    await mortal.wake("weights")
+    await mortal.update_weights(replace(manifest, version=8))
+    await mortal.wake("kv_cache")
+    again = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="u")
+    assert (again.token_ids.tolist(), again.weight_versions[0][0]) == (greedy(new, prompt(), 20), 8)
     spent = await mortal.cpu_seconds()
     await mortal.close()
     await mortal.close()

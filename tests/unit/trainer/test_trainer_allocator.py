@@ -51,7 +51,8 @@ def test_pages_are_cleared_once(decided: tuple[str, ...], keeps_pages: bool) -> 
 RETURNED = """
 import torch
 from pathlib import Path
-from turnwise.trainer.learn.torch_learner import keep_freed_memory, return_freed_memory
+from turnwise.placement.usage import return_freed_memory
+from turnwise.trainer.learn.torch_learner import keep_freed_memory
 def resident():
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) // 1024
 keep_freed_memory()

@@ -97,6 +97,11 @@ class DecodeGraphs:
         """Recorded graphs."""
         return len(self._graphs)
 
+    def forget(self) -> None:
+        """Drop the recorded graphs, whose weights get other addresses."""
+        self._graphs.clear()
+        self._memory = GraphMemory(self._model.device)
+
     def logits(self, step: ModelInput) -> Tensor | None:
         """Return the logits of ``step.keep``, valid until the next call; None for a step with prompts."""
         count = len(step.slots)

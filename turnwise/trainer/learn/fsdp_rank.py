@@ -33,6 +33,7 @@ from turnwise.engine.weights import WeightSender, WeightStream, write_weight_fil
 from turnwise.errors import CheckpointError
 from turnwise.model.core import WeightManifest
 from turnwise.placement.devices import CPU
+from turnwise.placement.usage import return_freed_memory
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
@@ -49,13 +50,7 @@ from turnwise.trainer.learn.rank_processes import (
     serve,
     store_at,
 )
-from turnwise.trainer.learn.torch_learner import (
-    OPTIMIZER_FILE,
-    SHARDED_FILE,
-    LossTotals,
-    TorchLearner,
-    return_freed_memory,
-)
+from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
 from turnwise.trainer.model.lora import LoRA
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup

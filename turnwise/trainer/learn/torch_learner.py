@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -52,40 +52,6 @@ def keep_freed_memory() -> bool:
         # Another C library, or another system.
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
-
-
-class _HeapInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2`` (malloc.h): ten sizes, of which ``fordblks`` is that of all free blocks."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def return_freed_memory(*, above: int = 0) -> bool:
-    """Return freed blocks to the system; return whether any were.
-
-    Between two trainings of a process: what :func:`keep_freed_memory` holds for the next step of one model lies in
-    pieces that another one's tensors do not fill. And while a trainer waits for rollouts, on a machine that servers
-    share.
-
-    Args:
-        above: Bytes of freed blocks up to which they are kept.
-    """
-    try:
-        library = ctypes.CDLL(None)
-        if above:
-            information = library.mallinfo2
-            information.restype = _HeapInfo
-            if information().fordblks <= above:
-                return False
-        return bool(library.malloc_trim(0))
-    except (OSError, AttributeError, TypeError):
-        # Another C library (or glibc before 2.33), or another system.
-        return False
 
 
 OPTIMIZER_FILE = "optimizer.pt"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from turnwise.errors import TrainError
+from turnwise.placement.usage import return_freed_memory
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.config import make_admission
 from turnwise.trainer.algorithms.gap import Gaps, GapWatch
@@ -18,7 +19,6 @@ from turnwise.trainer.config.train import Mode
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.critic import critic_values
 from turnwise.trainer.learn.distill import add_teacher_advantages
-from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
