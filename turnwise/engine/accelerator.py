@@ -143,6 +143,16 @@ def peak_bytes(device: torch.device | None = None) -> int:
     return int(torch.accelerator.max_memory_allocated(device))
 
 
+def used_bytes() -> int:
+    """Return the bytes in use on the accelerator that this process uses, of all processes; 0 where it uses none."""
+    import torch
+
+    if accelerator() is None or not _module().is_initialized():
+        return 0
+    free, total = torch.accelerator.get_memory_info()
+    return int(total - free)
+
+
 def release_cached() -> None:
     """Give memory that torch keeps for later back to the accelerator."""
     import torch

@@ -13,28 +13,26 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from turnwise.engine.accelerator import release_cached
 from turnwise.engine.batching.batch_state import Generation, Output, Slots, StopStrings
 from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.batching.prompt_images import PromptImages
 from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
+from turnwise.engine.decoding.sleep import EngineMemory
 from turnwise.engine.experts.route_rows import RouteRows
 from turnwise.engine.sampling import sample
-from turnwise.errors import InferenceError
 from turnwise.model.core import AdapterInfo
-from turnwise.placement.usage import return_freed_memory
 from turnwise.types import Logprobs
 
 
@@ -77,8 +75,6 @@ class EngineStats:
 
 
 ResultT = TypeVar("ResultT")
-PARTS: Final = ("weights", "kv_cache")
-"""The parts whose memory an engine gives back, by vLLM's names."""
 _NONE: Slots = np.zeros(0, dtype=np.int64)
 _KV_TOKENS = 131072
 # Logits of prompts that are scored are held for this many (token, vocabulary) pairs at once: 256 MiB in float32.
@@ -89,7 +85,7 @@ class Engine:
     """Runs requests on a model. :meth:`submit` and :meth:`call` are thread-safe; the rest is for its own thread.
 
     Attributes:
-        asleep: The parts of ``PARTS`` whose memory was given back; requests wait until there is none.
+        memory: Gives memory back and takes it again.
     """
 
     def __init__(
@@ -145,6 +141,7 @@ class Engine:
         self._images = None if model.vision is None else PromptImages(model.vision)
         self._cache.routes = RouteRows() if model.keeps_routes else None
         self._graphs = DecodeGraphs.of(model, self._cache, max_seqs, decode_kernels)
+        self.memory = EngineMemory(model, self._cache, self._roster, self._images, self._graphs)
         # Of the served model and of each adapter, by number.
         self._versions: dict[int, int] = {0: weight_version}
         for adapter in adapters:
@@ -152,7 +149,6 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closed = False
-        self.asleep: frozenset[str] = frozenset()
 
     def submit(self, generation: Generation) -> None:
         """Queue a request."""
@@ -196,44 +192,6 @@ class Engine:
         """Resume sampling."""
         self.stats.paused = False
 
-    def sleep(self, level: int) -> None:
-        """Give back the memory of keys, values and weights. Idempotent.
-
-        Requests, also those in flight, wait until :meth:`wake` and are prefilled again. Level 1 keeps the weights in
-        main memory; level 2 drops them, and others have to be loaded. Raises FormatError, and changes nothing, where
-        adapters need them.
-        """
-        self.model.sleep(keep=level == 1)
-        self.asleep = frozenset(PARTS)
-        for slot in self._roster.running.tolist():
-            self._roster.requeue(slot)
-        self._cache.drop_retained()
-        self._roster.running = arrange(self._cache, self._roster.running)
-        if self._images is not None:
-            self._images.forget()
-        if self._graphs is not None:
-            self._graphs.forget()
-        release_cached()
-        return_freed_memory()
-
-    def wake(self, parts: Collection[str]) -> bool:
-        """Take memory again for parts of ``PARTS``; return whether none sleeps any more, so that sampling is resumed.
-
-        Raises InferenceError, and changes nothing, where it would sample from weights that were dropped.
-        """
-        asleep = self.asleep.difference(parts)
-        if "kv_cache" in parts and not asleep and self.model.blank:
-            raise InferenceError(
-                "the weights were dropped (/sleep?level=2) and none were loaded since: POST /wake_up?tags=weights, "
-                "/update_weights, then /wake_up?tags=kv_cache"
-            )
-        if "weights" in self.asleep - asleep:
-            self.model.wake()
-        self.asleep = asleep
-        if awake := not asleep and not self.model.blank:
-            self.resume()
-        return awake
-
     def abort(self, ids: Iterable[str] | None) -> int:
         """Finish requests (None: all) with what they have; return their number. Unknown ids are ignored."""
         outputs = self._roster.end(ids, "abort")
@@ -248,8 +206,7 @@ class Engine:
         An adapter with a name concerns its own requests and prefixes only. Changes nothing where it raises FormatError,
         because a tensor does not fit, or InferenceError, because the weights sleep.
         """
-        if "weights" in self.asleep:
-            raise InferenceError(f"weights version {version} has no room: POST /wake_up?tags=weights before")
+        self.memory.check_room(version)
         number = None
         if adapter is None:
             self.model.load(tensors, version)
@@ -300,7 +257,7 @@ class Engine:
         with torch.inference_mode():
             while self._inbox:
                 self._inbox.popleft()()
-            if self.stats.paused or self.asleep or self.model.blank:
+            if self.stats.paused or not self.memory.complete:
                 return False
             self.stats.reused_tokens += self._roster.admit()
             if not len(self._roster.running):

@@ -28,7 +28,8 @@ from turnwise.config import Section
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
 from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
-from turnwise.engine.engine import PARTS, Engine
+from turnwise.engine.decoding.sleep import PARTS
+from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
 from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
@@ -292,13 +293,13 @@ class App:
         return {"status": "resumed"}
 
     async def _is_sleeping(self, _: bytes, __: Scope) -> Any:
-        return {"is_sleeping": bool(self._engine.asleep)}
+        return {"is_sleeping": bool(self._engine.memory.asleep)}
 
     async def _sleep(self, _: bytes, scope: Scope) -> Any:
         level = parse_qs(scope["query_string"].decode()).get("level", ["1"])[-1]
         if level not in ("1", "2"):
             raise BadRequest("level", f"level must be 1 (weights are kept) or 2 (they are dropped), not {level!r}")
-        await asyncio.wrap_future(self._engine.call(lambda: self._engine.sleep(int(level))))
+        await asyncio.wrap_future(self._engine.call(lambda: self._engine.memory.sleep(int(level))))
         return {"status": "sleeping", "level": int(level)}
 
     async def _wake_up(self, _: bytes, scope: Scope) -> Any:
@@ -307,7 +308,9 @@ class App:
             raise BadRequest(
                 "tags", f"tags must be of {', '.join(PARTS)}, not {unknown[0]!r}; leave it out to wake all"
             )
-        awake = await asyncio.wrap_future(self._engine.call(lambda: self._engine.wake(tags)))
+        awake = await asyncio.wrap_future(self._engine.call(lambda: self._engine.memory.wake(tags)))
+        if awake:
+            await self._resume(b"", {})
         return {"status": "awake" if awake else "sleeping", "tags": tags}
 
     async def _abort(self, raw: bytes, _: Scope) -> Any:

@@ -19,7 +19,7 @@ from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.connections import ConnectionFailed, Connections
 from turnwise.inference.guard.turnwise_guard import KEY_HEADER, control_key, is_loopback
 from turnwise.inference.process import ServerProcess
-from turnwise.model.core import MemoryUse, Replica, WeightManifest
+from turnwise.model.core import MemoryUse, Replica, SleepMode, WeightManifest
 
 LAUNCH_TIMEOUT = 180.0
 CLOSE_TIMEOUT = 5.0
@@ -62,6 +62,50 @@ class ControlRoutes:
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""
         await self._connections.close()
+
+
+class ServerSleepMode(SleepMode):
+    """Sleep over the control routes that the built-in server and vLLM share.
+
+    Attributes:
+        level: vLLM's level of sleep; 0 once all parts are awake.
+    """
+
+    def __init__(
+        self, ask: Callable[[str], Awaitable[dict[str, Any]]], loading: asyncio.Lock, drop_weights: Callable[[], None]
+    ) -> None:
+        """Configure it.
+
+        Args:
+            ask: Posts to a control route.
+            loading: Held while weights are loaded, and while the server is restarted.
+            drop_weights: Called where a restart shall not bring the loaded weights back.
+        """
+        self.level = 0
+        self._ask = ask
+        self._loading = loading
+        self._drop_weights = drop_weights
+
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Give its memory back; see :meth:`SleepMode.sleep`."""
+        async with self._loading:
+            self.level = 1 if keep_weights else 2
+            if not keep_weights:
+                self._drop_weights()
+            await self.repeat()
+
+    async def repeat(self) -> None:
+        """Put a server that was restarted to sleep again. Raises InferenceError."""
+        await self._ask(f"/sleep?level={self.level}")
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again; see :meth:`SleepMode.wake`."""
+        async with self._loading:
+            answer = await self._ask(f"/wake_up?tags={part}")
+            if part == "kv_cache":
+                if answer.get("status", "awake") != "awake":
+                    raise InferenceError("a server was restarted before its weights were loaded, and sleeps again")
+                self.level = 0
 
 
 class RunningServer:
@@ -163,8 +207,8 @@ class ServerReplica(Replica):
         self._loaded: dict[str | None, WeightManifest] = {}
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
-        # Until all of it is awake, a restart puts it to sleep again.
-        self._sleep_level = 0
+        self._sleeping = ServerSleepMode(self._ask, self._loading, self._drop_weights)
+        self.sleep_mode = self._sleeping if self.can_sleep else None
         self._given_url = url
         self._watching: asyncio.Task[None] | None = None
         self._process: ServerProcess | RunningServer
@@ -288,7 +332,7 @@ class ServerReplica(Replica):
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
         async with self._loading:
             port, manifests = self._port, list(self._manifests.values())
-            paused = bool(manifests or self._sleep_level)
+            paused = bool(manifests or self._sleeping.level)
             await self.close()
             try:
                 self._port = port
@@ -299,9 +343,9 @@ class ServerReplica(Replica):
                 # Another process bound the port in the meantime.
                 self._port = 0
                 await self._open(paused=paused)
-            if self._sleep_level:
+            if self._sleeping.level:
                 # What it had loaded comes with the next version, after it was woken.
-                await self._ask(f"/sleep?level={self._sleep_level}")
+                await self._sleeping.repeat()
                 return
             for manifest in manifests:
                 await self._load(manifest)
@@ -330,23 +374,6 @@ class ServerReplica(Replica):
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
         return int((await self._ask("/abort_requests", {}))["aborted"])
-
-    async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Give back its memory; see :meth:`Replica.sleep`."""
-        async with self._loading:
-            self._sleep_level = 1 if keep_weights else 2
-            if not keep_weights:
-                self._loaded, self._manifests = {}, {}
-            await self._ask(f"/sleep?level={self._sleep_level}")
-
-    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take memory again; see :meth:`Replica.wake`."""
-        async with self._loading:
-            answer = await self._ask(f"/wake_up?tags={part}")
-            if part == "kv_cache":
-                if answer["status"] != "awake":
-                    raise InferenceError(f"{self.url} was restarted before its weights were loaded, and sleeps again")
-                self._sleep_level = 0
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present; 0 for one started elsewhere."""
@@ -382,6 +409,10 @@ class ServerReplica(Replica):
         if self.pid is not None:
             counts["cpu_seconds"] = await self._running_cpu()
         return counts
+
+    def _drop_weights(self) -> None:
+        """Have no restart bring back what was loaded."""
+        self._loaded, self._manifests = {}, {}
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return await self._control.request(self._running_url(), "POST", path, body)

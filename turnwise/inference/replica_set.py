@@ -15,7 +15,7 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
 from turnwise.inference.routing import RoutingOptions
-from turnwise.model.core import MemoryUse, Replica, ServedName, WeightManifest
+from turnwise.model.core import MemoryUse, Replica, ServedName, SleepMode, WeightManifest
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class ReplicaSet:
             logs: Directory of their log files.
             adapters: Ranks of the adapters that each server holds, by name (:meth:`client_of`); None for the model
                 alone.
-            sleeps: Whether they are going to :meth:`sleep`.
+            sleeps: Whether they are going to sleep.
 
         Raises:
             ConfigError: The engine is unknown.
@@ -182,12 +182,15 @@ class ReplicaSet:
         await asyncio.gather(*(replica.resume() for replica in self.replicas))
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Have all servers give back their memory; see :meth:`turnwise.model.core.Replica.sleep`."""
-        await asyncio.gather(*(replica.sleep(keep_weights=keep_weights) for replica in self.replicas))
+        """Have all servers give back their memory; see :class:`turnwise.model.core.SleepMode`."""
+        await asyncio.gather(*(mode.sleep(keep_weights=keep_weights) for mode in self._sleep_modes()))
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Wake a part of all servers; see :meth:`turnwise.model.core.Replica.wake`."""
-        await asyncio.gather(*(replica.wake(part) for replica in self.replicas))
+        """Wake a part of all servers; see :class:`turnwise.model.core.SleepMode`."""
+        await asyncio.gather(*(mode.wake(part) for mode in self._sleep_modes()))
+
+    def _sleep_modes(self) -> list[SleepMode]:
+        return [replica.sleep_mode for replica in self.replicas if replica.sleep_mode is not None]
 
     async def stats(self) -> dict[str, float]:
         """Return ``restarts``, ``ejections``, ``resumed_tokens`` and the sums of the counters that the engine has.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
-from turnwise.errors import EngineDied, InferenceError, RequestRefused
+from turnwise.errors import EngineDied, RequestRefused
 from turnwise.model.canonical import Canonical, TemplateArguments
 from turnwise.types import (
     Completion,
@@ -202,6 +202,24 @@ class ServedName:
     version: int | None = None
 
 
+class SleepMode(ABC):
+    """Gives the memory of a server back while it is idle, and takes it again, in parts."""
+
+    @abstractmethod
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Give back the memory of keys, values and weights, which are lost unless kept in main memory; requests wait.
+
+        Idempotent. A server that is restarted meanwhile sleeps again. Raises InferenceError.
+        """
+
+    @abstractmethod
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again: for ``weights``, which have to be loaded unless kept; then for ``kv_cache``. Idempotent.
+
+        Raises InferenceError, also where a restart lost what was woken and loaded before: then all is done again.
+        """
+
+
 class Replica(ABC):
     """Control plane of one inference server.
 
@@ -214,9 +232,11 @@ class Replica(ABC):
     served_names: Mapping[str, ServedName] = MappingProxyType({})
     """How requests name an adapter, where it is not by its own name."""
     can_sleep: ClassVar[bool] = False
-    """Whether a server of the engine can give back its memory (:meth:`sleep`)."""
+    """Whether servers of the engine have a :attr:`sleep_mode`."""
+    sleep_mode: SleepMode | None = None
+    """Gives its memory back; None where it cannot."""
     sleeps: bool = False
-    """Whether this one is going to; set before it is launched."""
+    """Whether it is going to be used; set before the launch."""
 
     @classmethod
     async def check(cls, model: Path, config: Any) -> list[str]:
@@ -275,21 +295,6 @@ class Replica(ABC):
         On RequestRefused the server has kept its weights. After any other failure it serves none: it counts as dead,
         and :meth:`restart` brings back the last version that was loaded.
         """
-
-    async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Give back the memory of keys, values and weights, which are lost unless kept in main memory; requests wait.
-
-        Idempotent. A server that is restarted meanwhile sleeps again. Raises InferenceError.
-        """
-        del keep_weights
-        raise InferenceError(f"{self.url} cannot sleep: {type(self).__name__} gives no memory back")
-
-    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take memory again: for ``weights``, which have to be loaded unless kept; then for ``kv_cache``. Idempotent.
-
-        Raises InferenceError, also where a restart lost what was woken and loaded before: then all is done again.
-        """
-        raise InferenceError(f"{self.url} has no {part} to wake: {type(self).__name__} gives no memory back")
 
     async def stats(self) -> dict[str, Any]:
         """Return the counters that the engine has, of ``COUNTERS`` in ``inference/replica_set.py``, and others."""

@@ -63,8 +63,6 @@ class RayConfig(Section):
     Attributes:
         address: Address of a running cluster (``auto``, ``HOST:PORT``); None connects to that of ``RAY_ADDRESS``, or
             starts one on this machine for the run.
-        layout: ``separate`` gives ranks and replicas separate resources; ``colocated`` puts rank and replica of
-            the same number into one bundle, which needs as many of either.
         workers: Rollout workers.
         replica: Resources of one inference server.
         rank: Resources of one rank of the engine ``fsdp``.
@@ -73,7 +71,6 @@ class RayConfig(Section):
     """
 
     address: str | None = None
-    layout: Literal["separate", "colocated"] = "separate"
     workers: WorkersConfig = WorkersConfig()
     replica: ResourcesConfig = ResourcesConfig()
     rank: ResourcesConfig = ResourcesConfig()

@@ -33,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """How many processes of each kind a run has from its start on."""
+    """How many processes of each kind a run has from its start on; rank and replica of a number may be ``paired``."""
 
     replicas: int
     workers: int
     ranks: int = 0
+    paired: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +68,14 @@ def lay_out(config: RayConfig, needs: Needs) -> Layout:
     """Return the bundles of a run.
 
     Raises:
-        ConfigError: ``colocated`` without as many ranks as replicas.
+        ConfigError: Pairs without as many ranks as replicas.
     """
     users: list[list[Kind]] = []
-    if config.layout == "colocated":
+    if needs.paired:
         if needs.ranks != needs.replicas:
             raise ConfigError(
-                f"ray.layout is colocated, with {needs.ranks} ranks (policies.main.engine fsdp and its ranks) and "
-                f"{needs.replicas} replicas (inference.replicas): make them equal, or say separate"
+                f"layout is colocated, by placement ray with {needs.ranks} ranks (policies.main.engine fsdp and its "
+                f"ranks) and {needs.replicas} replicas (inference.replicas): make them equal, or say separate"
             )
         users.extend(["rank", "replica"] for _ in range(needs.ranks))
     else:

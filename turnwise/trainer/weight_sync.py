@@ -60,6 +60,9 @@ class WeightTransport(ABC):
             TrainError: The weights cannot be written.
         """
 
+    def forget(self) -> None:  # noqa: B027 - nothing may be kept
+        """Remove what was written: the servers have dropped it, and get all of the next version."""
+
     @abstractmethod
     def close(self) -> None:
         """Remove what was written. Idempotent."""
@@ -133,6 +136,11 @@ class SharedMemoryTransport(WeightTransport):
         for file in self.directory.iterdir():
             if file != current:
                 file.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove the last version, whose pages are memory of this machine."""
+        self._last = None
+        self._remove_older(self.directory)
 
     def close(self) -> None:
         """Remove the directory. Idempotent."""

@@ -435,8 +435,8 @@ async def test_a_sleeping_server_holds_no_cache_and_wakes_to_the_weights_that_ar
     call = asyncio.create_task(client.generate(TokenPrompt(prompt(33)), LONG, session_id="asleep"))
     await running(replica)
     try:
-        await replica.sleep()
-        await replica.sleep()
+        await replica.sleep_mode.sleep()
+        await replica.sleep_mode.sleep()
         stats = await replica.stats()
         assert (stats["running"], stats["waiting"], stats["retained"], stats["kv_tokens"]) == (0, 1, 0, 0)
         waits = asyncio.create_task(client.generate(TokenPrompt(prompt(34)), GREEDY, session_id="waits"))
@@ -447,27 +447,27 @@ async def test_a_sleeping_server_holds_no_cache_and_wakes_to_the_weights_that_ar
             await replica.update_weights(update)
         assert not isinstance(caught.value, RequestRefused)
         for _ in range(2):
-            await replica.wake("weights")
+            await replica.sleep_mode.wake("weights")
         # Asleep in part still: a request would sample from memory that nobody wrote.
         with pytest.raises(InferenceError, match=r"503: the weights were dropped .*/update_weights, then"):
-            await replica.wake("kv_cache")
+            await replica.sleep_mode.wake("kv_cache")
         assert await replica.update_weights(update) == 7
         assert not waits.done()
         for _ in range(2):
-            await replica.wake("kv_cache")
+            await replica.sleep_mode.wake("kv_cache")
         assert (await waits).token_ids.tolist() == greedy(new, prompt(34), 20)
         (_, _, middle), (version, start, end) = (await call).weight_versions
         assert (version, start, end) == (7, middle, 400)
-        await replica.sleep(keep_weights=True)
-        await replica.wake("weights")
-        await replica.wake("kv_cache")
+        await replica.sleep_mode.sleep(keep_weights=True)
+        await replica.sleep_mode.wake("weights")
+        await replica.sleep_mode.wake("kv_cache")
         kept = await client.generate(TokenPrompt(prompt(35)), GREEDY, session_id="kept")
         assert kept.token_ids.tolist() == greedy(new, prompt(35), 20)
     finally:
-        await replica.sleep()
-        await replica.wake("weights")
+        await replica.sleep_mode.sleep()
+        await replica.sleep_mode.wake("weights")
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
-        await replica.wake("kv_cache")
+        await replica.sleep_mode.wake("kv_cache")
 
 
 @pytest.mark.parametrize(
@@ -564,15 +564,15 @@ async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal
     assert completion.weight_versions == ((7, 0, len(completion.token_ids)),)
     assert completion.token_ids.tolist() == greedy(new, prompt(), 20)
     # One that dies asleep comes back asleep, and takes its weights again.
-    await mortal.sleep()
+    await mortal.sleep_mode.sleep()
     os.kill(mortal.pid, signal.SIGKILL)
     await asyncio.wait_for(mortal.wait_died(), 10)
     await mortal.restart()
     with pytest.raises(InferenceError, match="was restarted before its weights were loaded"):
-        await mortal.wake("kv_cache")
-    await mortal.wake("weights")
+        await mortal.sleep_mode.wake("kv_cache")
+    await mortal.sleep_mode.wake("weights")
     await mortal.update_weights(replace(manifest, version=8))
-    await mortal.wake("kv_cache")
+    await mortal.sleep_mode.wake("kv_cache")
     again = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="u")
     assert (again.token_ids.tolist(), again.weight_versions[0][0]) == (greedy(new, prompt(), 20), 8)
     spent = await mortal.cpu_seconds()

@@ -35,12 +35,12 @@ def test_separate_parts_have_bundles_of_their_own() -> None:
 
 
 def test_colocated_parts_share_a_bundle_and_are_as_many() -> None:
-    config = ray(layout="colocated", rank={"gpus": 0.5}, replica={"gpus": 0.5})
-    layout = lay_out(config, Needs(replicas=2, workers=1, ranks=2))
+    config = ray(rank={"gpus": 0.5}, replica={"gpus": 0.5})
+    layout = lay_out(config, Needs(replicas=2, workers=1, ranks=2, paired=True))
     assert layout.users == [["rank", "replica"], ["rank", "replica"], ["worker"]]
     assert layout.bundles[0] == {"CPU": 2, "GPU": 1}
-    with pytest.raises(ConfigError, match=r"ray.layout is colocated, with 0 ranks .* and 2 replicas .*: make them"):
-        lay_out(config, Needs(replicas=2, workers=1))
+    with pytest.raises(ConfigError, match=r"layout is colocated, .* 0 ranks .* and 2 replicas .*: make them"):
+        lay_out(config, Needs(replicas=2, workers=1, paired=True))
 
 
 def test_impossible_layout_names_key_lack_and_remedy() -> None:
@@ -105,8 +105,8 @@ def test_cluster_needs_count_shared_servers_once() -> None:
     # Three of solver, which also serve critic, one of judge, two of the frozen one; ranks of solver and judge.
     assert cluster_needs(config) == Needs(replicas=6, workers=1, ranks=4)
     assert "4 ranks, 6 servers, 1 rollout workers in 11 bundles" in placement_text(config)
-    with pytest.raises(ConfigError, match=r"ray.layout is colocated, with 4 ranks .* and 6 replicas"):
-        placement_text(two_policies(ray={"layout": "colocated"}))
+    with pytest.raises(ConfigError, match=r"layout is colocated, by placement ray with 4 ranks .* and 6 replicas"):
+        placement_text(two_policies(layout="colocated"))
 
 
 async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Path) -> None:

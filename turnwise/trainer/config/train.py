@@ -252,6 +252,9 @@ class TrainConfig(Section):
         inference: The inference servers.
         placement: Where processes run: ``local``, on this machine; ``ray``, on the nodes of a cluster.
         ray: The cluster and the resources of ``placement: ray``.
+        layout: ``separate``: trainer and servers keep what they hold. ``colocated``: they use the same devices in turn,
+            and hold nothing while the other computes; by ``placement: ray`` rank and server of a number share a bundle,
+            which needs as many of either.
         algorithm: From rewards to a loss.
         batch: The batch of a step.
         mode: Training mode (docs/training.md): ``sync`` alternates rollouts and updates; ``colocate_async`` overlaps
@@ -283,6 +286,7 @@ class TrainConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     placement: PlacementName = "local"
     ray: RayConfig = RayConfig()
+    layout: Literal["separate", "colocated"] = "separate"
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
     mode: Mode = "sync"
@@ -338,6 +342,13 @@ class TrainConfig(Section):
             raise ValueError(
                 "overlap is given, but mode is sync, where nothing overlaps: remove it, or set mode to colocate_async "
                 "or separate_async"
+            )
+        if self.layout == "colocated" and mode != "sync" and overlap.sampling != "pause":
+            remedy = "overlap.sampling to pause" if mode == "colocate_async" else "mode to sync"
+            raise ValueError(
+                f"layout is colocated, whose trainer and servers use their devices in turn, but mode is {mode} with "
+                f"overlap.sampling {overlap.sampling}, where both compute at the same time: set {remedy}, or layout to "
+                "separate"
             )
         if overlap.sampling == "pause" and mode != "colocate_async":
             raise ValueError(

@@ -211,11 +211,13 @@ class Learner(ABC):
             CheckpointError: A file is missing or unreadable, or belongs to another model or optimizer.
         """
 
-    def offload(self) -> int:
+    def offload(self, *, keep_weights: bool = False) -> int:
         """Move weights, gradients and optimizer state to CPU memory, until :meth:`onload`; return the bytes moved.
 
-        Until then only :meth:`export_weights`, :meth:`save` and :meth:`save_model` may be called.
+        Until then only :meth:`export_weights`, :meth:`save` and :meth:`save_model` may be called. With ``keep_weights``
+        only the optimizer state moves, and a later call moves the rest.
         """
+        del keep_weights
         return 0
 
     def onload(self) -> int:

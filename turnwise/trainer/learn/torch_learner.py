@@ -18,6 +18,7 @@ from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, res
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.usage import return_freed_memory
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
@@ -123,7 +124,7 @@ class TorchLearner(Learner):
         self._home = policy.device
         if on_cpu(self._home):
             keep_freed_memory()
-        self._away = False
+        self._weights_away = self._states_away = False
 
     @classmethod
     def create(cls, config: PolicyConfig, total_steps: int, *, model_path: Path | None = None) -> Self:
@@ -242,21 +243,30 @@ class TorchLearner(Learner):
     def _load_weights(self, directory: Path) -> None:
         load_weights(self.policy, directory)
 
-    def offload(self) -> int:
-        """Move parameters, gradients and optimizer state to the CPU; 0 bytes where they are there already."""
-        if self._away or on_cpu(self._home):
-            return 0
-        self._away = True
-        return self._move(main_memory())
+    def offload(self, *, keep_weights: bool = False) -> int:
+        """Move parameters, gradients and optimizer state to the CPU; 0 bytes where they are there already.
+
+        There, what steps have freed is given back to the system.
+        """
+        moved_bytes = 0
+        if not on_cpu(self._home):
+            moved_bytes = 0 if self._states_away else self._optimizers.move(main_memory())
+            self._states_away = True
+            if not (keep_weights or self._weights_away):
+                moved_bytes += self._move_weights(main_memory())
+                self._weights_away = True
+        release_cached()
+        return_freed_memory()
+        return moved_bytes
 
     def onload(self) -> int:
         """Move offloaded tensors back; return the bytes."""
-        if not self._away:
-            return 0
-        self._away = False
-        return self._move(self._home)
+        moved_bytes = self._move_weights(self._home) if self._weights_away else 0
+        moved_bytes += self._optimizers.move(self._home) if self._states_away else 0
+        self._weights_away = self._states_away = False
+        return moved_bytes
 
-    def _move(self, device: torch.device) -> int:
+    def _move_weights(self, device: torch.device) -> int:
         moved_bytes = 0
         for tensor in [*self.policy.model.parameters(), *self.policy.model.buffers()]:
             moved_bytes += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
@@ -264,9 +274,6 @@ class TorchLearner(Learner):
             tensor.data = tensor.data.to(device)
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
-        moved_bytes += self._optimizers.move(device)
-        if on_cpu(device):
-            release_cached()
         return moved_bytes
 
     def _skip_bad_step(self, norm: float) -> None:

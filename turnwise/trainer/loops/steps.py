@@ -244,6 +244,9 @@ async def roll_out(
         TrainError: All groups of ``requests`` were dropped.
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
+    if run.phases.asleep:
+        # A loop of the user's goes on after a step that failed: the servers sample from the weights of the last one.
+        await run.sync_weights()
     await run.hooks.step_begin()
     if requests is None:
         run.scheduler.request_step(group_size=group_size)
@@ -279,6 +282,7 @@ async def learn(run: TrainRun, batch: Batch, *, part: bool = False) -> TrainedBa
     step = run.state.step + 1
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
+    await run.phases.begin_training()
     with run.timeline.span(UPDATE, step):
         experiences = {
             name: await _prepare_experience(policy, batch, run.train_thread) for name, policy in run.policies.items()

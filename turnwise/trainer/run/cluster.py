@@ -39,7 +39,7 @@ def cluster_needs(config: TrainConfig) -> Needs:
     replicas = sum(inference.replicas for inference in served if not inference.urls)
     # A sharded learner has the option ranks; that of torch computes in this process.
     ranks = sum(int(chosen_engine(policy).options.get("ranks", 0)) for policy in config.policies.values())
-    return Needs(replicas, config.ray.workers.min, ranks)
+    return Needs(replicas, config.ray.workers.min, ranks, paired=config.layout == "colocated")
 
 
 def placement_text(config: TrainConfig) -> str:
@@ -48,9 +48,7 @@ def placement_text(config: TrainConfig) -> str:
     layout = lay_out(config.ray, needs)
     parts = {"ranks": needs.ranks, "servers": needs.replicas, "rollout workers": needs.workers}
     text = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
-    return (
-        f"ray, {config.ray.layout}: {text} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
-    )
+    return f"ray, {config.layout}: {text} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
 
 
 async def open_cluster(

@@ -46,7 +46,7 @@ from turnwise.trainer.observe.warnings import Diagnostics
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state, policy_folder, restore_rng
 from turnwise.trainer.run.hooks import Hooks, load_hooks
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trainer.run.policies import LoadedPolicy, check_shared_servers
+from turnwise.trainer.run.policies import LoadedPolicy, check_layout, check_shared_servers
 from turnwise.trainer.run.task_scheduler import open_tasks
 from turnwise.trajectory_file import TRAJECTORIES
 
@@ -338,6 +338,7 @@ async def read_start(
     state.config_digest = digest
     for host, names in config.served.items():
         check_shared_servers(config, host, names)
+        check_layout(config, host)
     renderers = {name: _renderer(config, name, latest, console) for name in config.policies}
     renderer = next(iter(renderers.values()))
     frozen = load_renderers(config.other_frozen, Path(config.policy.model.path), config.renderer)

@@ -48,7 +48,7 @@ from turnwise.trainer.run.cluster import placement_text
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trainer.run.policies import check_shared_servers
+from turnwise.trainer.run.policies import check_layout, check_shared_servers
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.plan import check_plan
 
@@ -162,6 +162,7 @@ async def check_inference(config: TrainConfig) -> str:
     served = []
     for host, names in config.served.items():
         check_shared_servers(config, host, names)
+        check_layout(config, host)
         host_config = trained[host]
         served.append(
             (f"{', '.join(names)}: " if several else "", host_config.policy.model.path, host_config.inference)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,8 @@ class TrainedPolicy(LoadedPolicy):
         ]
         infos = ((policy.name, policy.learner.adapter) for policy in loaded if named)
         ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
-        fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
+        model, sleeps = Path(config.policy.model.path), config.layout == "colocated"
+        fleet = ReplicaSet(config.inference, model, logs=logs, adapters=ranks, sleeps=sleeps)
         stack.push_async_callback(fleet.close)
         announced = [_announced(policy, policy.name if named else None) for policy in loaded]
         await fleet.launch(updates=[manifest for manifest in announced if manifest is not None])
@@ -239,11 +241,17 @@ def serving_together(policies: Mapping[str, TrainedPolicy]) -> list[list[Trained
     return list(policies_by_fleet.values())
 
 
-async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, pause: bool = False) -> int:
+async def sync_weights(
+    policies: Sequence[TrainedPolicy],
+    version: int,
+    *,
+    pause: bool = False,
+    transfer: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+) -> int:
     """Send the weights of policies of the same servers to them as a version; return the bytes sent.
 
     A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``pause`` makes
-    servers abort running requests and pause meanwhile.
+    servers abort running requests and pause meanwhile. ``transfer`` is entered while the weights are sent.
 
     Raises:
         InferenceError: A server rejects them, or died too often.
@@ -253,14 +261,25 @@ async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, pause
     async def write() -> None:
         if pause:
             await fleet.pause()
-        for policy in policies:
-            await policy.publish_weights(version)
+        async with transfer():
+            for policy in policies:
+                await policy.publish_weights(version)
         if pause:
             await fleet.resume()
 
     sent_before = sum(policy.transport.sent_bytes for policy in policies)
     await fleet.with_recovery(write)
     return sum(policy.transport.sent_bytes for policy in policies) - sent_before
+
+
+def check_layout(config: TrainConfig, host: str) -> None:
+    """Check that the servers of a policy can sleep where the layout has them do so. Raises ConfigError."""
+    engine = config.of_policy(host).inference.engine
+    if config.layout == "colocated" and not find_engine(engine).can_sleep:
+        raise ConfigError(
+            f"layout is colocated, whose servers give their memory back while the trainer learns, but "
+            f"inference.engine is {engine}, which cannot: set it to builtin or vllm, or layout to separate"
+        )
 
 
 def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.observe.metrics import figures, finite_metrics, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP
+from turnwise.trainer.phases import DevicePhases, learners_of
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, policy_folder
 from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
@@ -83,6 +84,9 @@ async def launch_servers(
     config: TrainConfig, directory: Path, start: Start, stack: contextlib.AsyncExitStack
 ) -> Servers:
     """Start the servers, those of frozen policies included; all requests are recorded in the ledger."""
+    if config.layout == "colocated":
+        for learner in learners_of(start.policies):
+            learner.offload()
     model, logs = Path(config.policy.model.path), directory / "logs"
     ledger = LedgerWriter(directory / "ledger.jsonl")
     stack.push(ledger.leave)
@@ -137,6 +141,7 @@ class TrainRun(RunFiles):
         store: Checkpoints.
         display: The live display.
         train_thread: Where models compute and checkpoints are written.
+        phases: What holds memory when, where trainer and servers share devices.
         state: The checkpointed state.
         budget: Limits and amounts spent.
         first_eval: Figures of the first evaluation.
@@ -162,6 +167,7 @@ class TrainRun(RunFiles):
     store: CheckpointStore
     display: LiveDisplay
     train_thread: TrainThread
+    phases: DevicePhases
     state: TrainerState
     budget: Budget
     first_eval: dict[str, Any] | None = None
@@ -240,8 +246,10 @@ class TrainRun(RunFiles):
         """
         step = self.state.step
         bytes_written = [
-            await sync_weights(policies, step, pause=pause) for policies in serving_together(self.policies)
+            await sync_weights(policies, step, pause=pause, transfer=partial(self.phases.transfer, policies))
+            for policies in serving_together(self.policies)
         ]
+        await self.phases.end_training()
         self.state.weight_version = step
         metrics = {"sync/bytes": float(sum(bytes_written))}
         for name, league in self.leagues.items():
@@ -254,7 +262,7 @@ class TrainRun(RunFiles):
         """Return the memory of the trainer and its servers as metrics."""
         by_fleet = serving_together(self.policies)
         servers = [memory for first, *_ in by_fleet for memory in await first.fleet.memory()]
-        return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
+        return memory_metrics(process_memory(device_peak=peak_bytes()), servers) | self.phases.figures
 
     async def truncation(self) -> dict[str, float]:
         """Return what truncation in the servers cut off since the last call, as metrics; none where it cut nothing."""
@@ -436,6 +444,7 @@ async def _assemble(
     steps_done, share = state.step, budget.nearest[1]
     display = LiveDisplay(config.name, config.steps, COLUMNS, console=console, done=steps_done, share_at_start=share)
     stack.enter_context(display)
+    train_thread = stack.enter_context(TrainThread())
     run = TrainRun(
         **vars(files),
         **_start_fields(config, directory, start),
@@ -446,7 +455,8 @@ async def _assemble(
         scheduler=scheduler,
         store=start.store,
         display=display,
-        train_thread=stack.enter_context(TrainThread()),
+        train_thread=train_thread,
+        phases=DevicePhases(config, servers.policies, train_thread),
         budget=budget,
     )
     return run
