@@ -183,6 +183,8 @@ async def test_untrained_groups_of_a_streamed_step_are_taken_again(lookup_model:
     ("changes", "message"),
     [
         (["overlap.stream=2"], "overlap is given, but mode is sync"),
+        (["layout=colocated", "mode=separate_async"], "layout is colocated, .* mode is separate_async .*mode to sync"),
+        (["layout=colocated", "mode=colocate_async"], "layout is colocated, .* set overlap.sampling to pause, or"),
         (["mode=separate_async", "overlap.sampling=pause"], "whose servers are never paused"),
         (["mode=colocate_async", "overlap.stream=2"], "only separate_async streams"),
         (["mode=separate_async", "overlap.stream=3"], "a batch has 2 groups"),

@@ -98,7 +98,9 @@ def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     return int(2 * layers * keys * size * tokens * _DTYPE_BYTES[served_dtype(model, config.dtype)])
 
 
-def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eager: bool) -> list[str]:
+def command_line(
+    model: Path, name: str, config: ServeConfig, port: int, *, eager: bool, sleeps: bool = False
+) -> list[str]:
     """Return the arguments of ``vllm serve``."""
     options = {
         "--model": model,
@@ -125,6 +127,8 @@ def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eage
     flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
     if eager and "--enforce-eager" not in config.server.arguments:
         flags.append("--enforce-eager")
+    if sleeps and _SLEEP_FLAG not in config.server.arguments:
+        flags.append(_SLEEP_FLAG)
     return [*option_arguments(options), *flags, *config.server.arguments]
 
 
@@ -300,9 +304,8 @@ class VLLMReplica(ServerReplica):
 
         def command(inherited: Inherited) -> list[str]:
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
-            arguments = command_line(model, name, placed, port, eager=eager)
+            arguments = command_line(model, name, placed, port, eager=eager, sleeps=self.sleeps)
             arguments += adapter_arguments(self._adapters, loaded)
-            arguments += [_SLEEP_FLAG] * (self.sleeps and _SLEEP_FLAG not in arguments)
             return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
 
         def variables(parent: Mapping[str, str]) -> dict[str, str]:

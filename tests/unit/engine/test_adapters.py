@@ -105,6 +105,23 @@ def test_a_batch_of_two_adapters_and_the_model_equals_three_servers(directory: P
     assert len(completions) == 3, "the adapters change nothing"
 
 
+def test_the_model_under_adapters_sleeps_in_main_memory_and_is_not_dropped(directory: Path) -> None:
+    prompt = random_prompt(np.random.default_rng(6), 12)
+    shared = Desk(directory, adapters=("solver",))
+    shared.engine.update_weights(factors(SOLVER, 1), 1, SOLVER)
+    memory = shared.engine.memory
+    with pytest.raises(FormatError, match=r"level is 2, which drops the launch weights that adapters .*: send level=1"):
+        memory.sleep(2)
+    assert memory.complete
+    shared.submit("before", prompt, LONG, "solver")
+    before = shared.drain()["before"]
+    memory.sleep(1)
+    shared.submit("after", prompt, LONG, "solver")
+    assert shared.drain().keys() == {"before"}
+    assert [memory.wake([part]) for part in ("weights", "kv_cache")] == [False, True]
+    same(shared.drain()["after"], before)
+
+
 def test_an_adapter_that_is_not_loaded_yet_is_the_bare_model(directory: Path) -> None:
     prompt = random_prompt(np.random.default_rng(5), 12)
     shared = Desk(directory, adapters=("solver", "critic"), weight_version=4)

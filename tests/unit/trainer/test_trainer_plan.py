@@ -396,6 +396,25 @@ def test_states_of_adapters_are_those_of_their_optimizer(directory: Path) -> Non
     assert dict(trainer_parts(planned, ModelShape.load(directory, "model")))["optimizer states"] == states
 
 
+def test_devices_used_in_turn_hold_the_larger_phase(large: Path) -> None:
+    servers, adapters = {"inference": {"engine": "vllm"}}, {"rank": 16}
+    for changes in ({}, {"policies": {"main": {"model": {"path": large, "lora": adapters}}}}):
+        apart = Plan(config(large, **servers, **changes), h100(1))
+        in_turn = Plan(config(large, **servers, **changes, layout="colocated"), h100(1))
+        [(_, parts)] = in_turn.memory()
+        phases = in_turn.phases(parts)
+        assert apart.phases(parts) == {"total": pytest.approx(phases["train"] + phases["rollout"])}
+        served = ("served weights", "keys and values", "a forward pass", "served adapter")
+        assert phases["rollout"] == sum(parts.get(part, 0) for part in served)
+        assert phases["transfer"] == parts["weights"] + parts["served weights"] + parts.get("adapters", 0)
+    # Ranks leave on their devices what they hold between steps.
+    ranks = Plan(config(large, **sharded(large, 8), **servers, layout="colocated"), h100(8))
+    [(_, first), (_, _)] = ranks.memory()
+    between = first["weights"] + first["optimizer states"]
+    sampling = sum(first[part] for part in served[:3])
+    assert ranks.phases(first)["rollout"] == pytest.approx(between + sampling)
+
+
 # The command.
 
 

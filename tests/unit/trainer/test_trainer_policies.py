@@ -20,6 +20,7 @@ from turnwise.rollout.runner import EpisodeRunner
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.steps import merge_metrics, policy_metrics
 from turnwise.trainer.run.league import LeagueClient
+from turnwise.trainer.run.policies import check_layout
 
 SOLVER = {"model": {"path": "m"}}
 NAMES = st.sampled_from(["asker", "solver", "critic", "critic_agent", "b.2", "main"])
@@ -69,6 +70,15 @@ def config(**changes: Any) -> TrainConfig:
 def test_inconsistent_policies_are_refused_with_a_remedy(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**changes)
+
+
+def test_servers_that_cannot_sleep_are_refused_by_a_layout_in_turn() -> None:
+    check_layout(config(inference={"engine": "vllm"}, layout="colocated"), "solver")
+    check_layout(config(inference={"engine": "sglang"}), "solver")
+    with pytest.raises(
+        ConfigError, match=r"layout is colocated, .*inference.engine is sglang, which cannot: set it to"
+    ):
+        check_layout(config(inference={"engine": "sglang"}, layout="colocated"), "solver")
 
 
 def test_policy_sections_inherit_the_keys_of_the_run() -> None:

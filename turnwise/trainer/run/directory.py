@@ -56,7 +56,7 @@ _MOST_NAMED = 4
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
 _FREE_SECTIONS = (
     *("runs", "name", "steps", "budget", "eval", "checkpoint"),
-    *("inference", "placement", "ray", "loggers", "custom"),
+    *("inference", "placement", "ray", "layout", "loggers", "custom"),
 )
 _FREE_KEYS: dict[str, Any] = {
     "replay": {"memory_mb", "backend", "transfer_queue"},

@@ -190,8 +190,10 @@ def _placement(config: TrainConfig, *, here: bool) -> str:
 def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
     if not (model_under(config.policy.model.path) / "config.json").is_file():
         raise _MissingInput("wants a model")
-    groups = check_plan(config, cluster).memory()
-    sizes = "; ".join(f"devices {devices} {sum(parts.values()) / 1e9:,.1f} GB" for devices, parts in groups)
+    plan = check_plan(config, cluster)
+    sizes = "; ".join(
+        f"devices {devices} {max(plan.phases(parts).values()) / 1e9:,.1f} GB" for devices, parts in plan.memory()
+    )
     return f"{sizes}; {cluster.usable_bytes / 1e9:,.1f} GB of each are usable"
 
 

@@ -225,7 +225,8 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
 
     New weights travel to servers through a file in shared memory, in the type that servers compute in, adapters in
     float32; the next version is written before the last one is removed. Each rank of the engine ``fsdp`` loads the
-    whole model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
+    whole model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each. By
+    ``layout: colocated`` the engine ``torch`` has weights and optimizer state there while servers sample.
     """
     sharding = sharding_of(config.policy)
     if config.policy.weight_transport.name == "shared_memory":
@@ -236,6 +237,9 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     if sharding.cpu_offload:
         states = optimizer_bytes(shape, config.policy.optim)
         yield "shares and optimizer states of all ranks", 8.0 * shape.parameters + states
+    if config.layout == "colocated" and config.policy.engine == "torch":
+        held = dict(weight_parts(shape, config.policy, sharding))
+        yield "the trainer's weights and states while servers sample", sum(held.values()) - held["gradients"]
     kl = config.algorithm.kl
     if kl is not None and kl.offload:
         yield "the reference between its uses", 4.0 * shape.parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -43,6 +43,14 @@ _UPDATE_SECONDS: Final = {"builtin": 1.28, "vllm": 3.79}
 
 Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M in float32.
 """
+
+
+_SERVED: Final = frozenset(
+    {"served weights", "keys and values", "a forward pass", "served adapter", "launch weights under the adapter"}
+)
+_TRANSFERRED: Final = frozenset({"weights", "adapters", "served weights"})
+_KEPT: Final = frozenset({"weights", "adapters", "optimizer states", "critic"})
+"""What an engine that moves nothing leaves on its devices while servers sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,23 @@ class Plan:
             devices_by_parts[tuple(parts.items())].append(device)
         return [(_ranges(devices), dict(parts)) for parts, devices in devices_by_parts.items()]
 
+    def phases(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return what a device with these parts holds in each phase of a step; by ``layout: separate`` all the time.
+
+        While servers get new weights, they and the trainer have them both.
+        """
+        if self._config.layout == "separate":
+            return {"total": sum(parts.values())}
+        phases = dict.fromkeys(("train", "transfer", "rollout"), 0.0)
+        for part, size in parts.items():
+            policy, _, name = part.rpartition(": ")
+            moves = self.policies[policy or next(iter(self.policies))].config.policy.engine == "torch"
+            stays = name == "reference" or (name in _KEPT and not moves)
+            phases["train"] += size * (name not in _SERVED)
+            phases["transfer"] += size * (name in _TRANSFERRED or stays)
+            phases["rollout"] += size * (name in _SERVED or stays)
+        return phases
+
     def _parts(self) -> Iterator[tuple[int, str, float]]:
         """Yield the parts of all policies with the device of each."""
         heads = {name: f"{name}: " if len(self.policies) > 1 else "" for name in self.policies}
@@ -191,7 +216,7 @@ class Plan:
         for policy in self.policies.values():
             problems += policy.problems()
         for devices, parts in self.memory():
-            if (total := sum(parts.values())) > cluster.usable_bytes:
+            if (total := max(self.phases(parts).values())) > cluster.usable_bytes:
                 by_size = sorted(parts, key=lambda part: -parts[part])
                 largest = ", ".join(f"{part} {gigabytes(parts[part])}" for part in by_size[:3])
                 problems.append(
@@ -224,7 +249,8 @@ class Plan:
         groups = self.memory()
         names = list(dict.fromkeys(part for _, parts in groups for part in parts))
         rows: dict[str, list[float]] = {name: [parts.get(name, 0.0) for _, parts in groups] for name in names}
-        rows["total"] = [sum(parts.values()) for _, parts in groups]
+        phases = [self.phases(parts) for _, parts in groups]
+        rows |= {phase: [sizes[phase] for sizes in phases] for phase in phases[0]}
         rows["usable"] = [cluster.usable_bytes] * len(groups)
         width = max(24, *(len(name) + 2 for name in names))
         yield f"{'GB per device':<{width}}" + "".join(f"{devices:>14}" for devices, _ in groups)
