@@ -75,9 +75,7 @@ def test_inconsistent_policies_are_refused_with_a_remedy(changes: dict[str, Any]
 def test_servers_that_cannot_sleep_are_refused_by_a_layout_in_turn() -> None:
     check_layout(config(inference={"engine": "vllm"}, layout="colocated"), "solver")
     check_layout(config(inference={"engine": "sglang"}), "solver")
-    with pytest.raises(
-        ConfigError, match=r"layout is colocated, .*inference.engine is sglang, which cannot: set it to"
-    ):
+    with pytest.raises(ConfigError, match=r"layout is colocated, .*engine is sglang, which cannot: set it to"):
         check_layout(config(inference={"engine": "sglang"}, layout="colocated"), "solver")
 
 
