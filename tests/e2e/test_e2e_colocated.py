@@ -69,7 +69,7 @@ async def test_a_loop_that_goes_on_after_a_failed_step_samples_again(lookup_mode
         await run.phases.begin_training()
         [replica] = run.policy.fleet.replicas
         with pytest.raises(InferenceError, match=r"503: .*no room: POST /wake_up\?tags=weights"):
-            await run.policy.write_weights(0)
+            await run.policy.publish_weights(0)
         await train_sync(run)
         assert not run.phases.asleep
         assert (await replica.stats())["weight_version"] == 1

@@ -6,7 +6,7 @@ matrices and single rows gain nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ class CausalLM:
     """
 
     blank = False
+    # While they are away: parameters that share a storage, and its shape.
+    _away: Sequence[tuple[list[torch.Tensor], torch.Size]] = ()
 
     def __init__(
         self, path: str | Path, *, dtype: str = "auto", device: str = "auto", routed_experts: bool = False
@@ -180,8 +182,6 @@ class CausalLM:
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
-        # While they are away: parameters that share a storage, and its shape.
-        self._away: list[tuple[list[torch.Tensor], torch.Size]] = []
         with Routers.search(self._model, self._config.to_dict()) as found:
             self.geometry = self._probe()
         self.routers: Routers | None = next(iter(found), None)
@@ -279,7 +279,7 @@ class CausalLM:
                     weight = torch.empty(shape, dtype=weight.dtype, device=self.device)
                 for parameter in parameters:
                     parameter.data = weight
-        self._away = []
+        self._away = ()
         self._base.move(self.device)
         if not self.blank:
             for layer in self._packed:

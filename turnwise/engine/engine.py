@@ -110,8 +110,7 @@ class Engine:
             deliver: Called with the outputs of each step, on the engine's thread.
             max_seqs: Maximum running sequences.
             max_context: Maximum tokens of a sequence; None for the model's limit.
-            kv_tokens: KV cache size in tokens; None for 131072, or one whole sequence. ValueError if it cannot hold
-                one.
+            kv_tokens: KV cache size in tokens, at least a whole sequence (else ValueError); None for 131072, or one.
             max_batch_tokens: Maximum tokens of a step (exceeded only if more sequences decode).
             prefix_cache: Whether shared prefixes are reused.
             weight_version: Version of the weights as loaded.

@@ -98,4 +98,4 @@ async def _sleep(policies: Sequence[TrainedPolicy]) -> None:
     await policies[0].fleet.sleep(keep_weights=keep_weights)
     if not keep_weights:
         for policy in policies:
-            policy.writer.forget()
+            policy.transport.forget()
