@@ -138,8 +138,7 @@ def test_the_machine_holds_little_more_than_the_larger_of_both_phases(lookup_mod
     changes: dict[str, Any] = {"batch": {"max_tokens_per_micro_batch": 2048}, "checkpoint": {"every": 2}}
     # Random weights earn nothing, and would not be trained.
     changes["algorithm"] = {"drop_zero_variance": False, "entropy_coef": 0.01}
-    layout = os.environ.get("TURNWISE_TEST_LAYOUT", "colocated")
-    with training(train_config(model, tmp_path, layout=layout, **changes)) as process:
+    with training(train_config(model, tmp_path, layout="colocated", **changes)) as process:
         memory = MachineMemory(process)
         memory.start()
         status = process.wait(600)
@@ -147,4 +146,3 @@ def test_the_machine_holds_little_more_than_the_larger_of_both_phases(lookup_mod
         assert status == 0, process.output()
     peaks = {name: size / 1e6 for name, size in memory.peaks.items()}
     assert peaks["machine"] <= 1.15 * max(peaks["trainer"], peaks["servers"]), peaks
-    print(peaks)
