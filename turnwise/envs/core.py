@@ -122,9 +122,10 @@ class Env(SandboxOwner):
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     _maker: Callable[[], Env] | None = None
-    # Set by the functions below: whether an episode runs (None before the first reset), and, where forks are replays,
-    # what was done in it.
-    _running: bool | None = None
+    # Set by the functions below: whether an episode runs, whether a step ended it, and, where forks are replays, what
+    # was done in it.
+    _running: bool = False
+    _ended_by_step: bool = False
     _script: Script | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -281,7 +282,7 @@ async def reset_env(
     """
     _use_executor(env, executor)
     drop_scoring(env)
-    env._running = False
+    env._running = env._ended_by_step = False
     await env.close_sandboxes()
     messages, info = check_reset(await run_method(env, env.reset, task, seed=seed), env)
     env.conversation, env._running = list(messages), True
@@ -298,13 +299,14 @@ async def step_env(env: Env, action: Message, *, executor: Executor | None = Non
         TurnwiseError: The method raised it.
     """
     _use_executor(env, executor)
-    if env._running is False:
+    if env._ended_by_step:
         raise EnvError(f"{type(env).__qualname__}: no episode runs: call reset() first")
     conversation = _conversation(env)
     conversation.append(action)
     result = check_step(await run_method(env, env.step, action), env)
     conversation += as_messages(result.observation)
-    env._running = env._running and not (result.terminated or result.truncated)
+    env._ended_by_step = result.terminated or result.truncated
+    env._running = env._running and not env._ended_by_step
     if env._script is not None:
         env._script.steps.append((action, comparable_answer(result)))
     return result
