@@ -318,11 +318,7 @@ class VLLMReplica(ServerReplica):
         return int(reported["port"])
 
     async def prepare_updates(self, announced: Sequence[WeightManifest]) -> None:
-        """Check that the server has the routes and the worker that load weights, and that these fit.
-
-        Raises:
-            InferenceError: They do not.
-        """
+        """Check that the server has routes and worker that load weights, and that these fit. Raises InferenceError."""
         try:
             await self._control.request(self._running_url(), "GET", "/is_paused")
             infos = [wire.manifest_info(manifest) for manifest in announced] or [{"path": "", "tensors": []}]
