@@ -242,7 +242,9 @@ async def test_scripted_turns_cover_the_hard_cases(model: Model) -> None:
     } == {"bridge_unproven"}
 
 
-@pytest.mark.parametrize("agent_class", [ReActAgent, *OVER.values()])
+@pytest.mark.parametrize(
+    "agent_class", [ReActAgent, *(pytest.param(agent, marks=pytest.mark.long) for agent in OVER.values())]
+)
 async def test_segments_do_not_depend_on_the_agent(model: Model, agent_class: type[Agent]) -> None:
     for seed in SEEDS:
         trajectory = await model.episode(agent_class, seed)

@@ -57,6 +57,7 @@ def test_forked_command_gets_its_arguments_and_environment(
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_forked_program_ends_by_signals_and_errors_as_a_started_program() -> None:
     for code, status, words in (
         ("import os, turnwise; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),

@@ -143,6 +143,7 @@ def _end_to_end(batch: MicroBatch) -> MicroBatch:
     return replace(batch, segments=tuple((start, length, -1) for start, length, _ in batch.segments))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("broken", "says"),
     [

@@ -54,7 +54,7 @@ def child(code: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long) if name in ("swe", "terminal") else name
+        pytest.param(name, marks=pytest.mark.long) if name in ("swe", "terminal", "code", "sql") else name
         for name in SHIPPED
         if name != "retail"
     ],

@@ -26,6 +26,8 @@ from turnwise.types import StopReason
 class Reader:
     """A critic that expects of a state a tenth of the id that stands there."""
 
+    shared = False
+
     def __init__(self, *bootstrap: StopReason) -> None:
         self.bootstrap = bootstrap
         self.learner = self

@@ -73,6 +73,8 @@ class Policy:
         routers: Its routers; None for a model without experts, or where they cannot be replayed.
     """
 
+    routers: Routers | None = None
+
     def __init__(
         self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
     ) -> None:
@@ -91,7 +93,6 @@ class Policy:
         self.value_head: nn.Module | None = None
         self.sequence: SequenceGroup | None = None
         self.vision = VisionTower.of(model)
-        self.routers: Routers | None = None
 
     @property
     def device(self) -> torch.device:
