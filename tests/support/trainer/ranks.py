@@ -36,7 +36,7 @@ def pair_of_ranks(ranks: int = 2) -> Iterator[WarmRanks]:
         processes.close()
 
 
-DEATHS: Final = ("forward_backward", "optim_step", "weight", "save_state")
+DEATHS: Final = ("forward_backward", "optim_step", "send", "save_state")
 """The calls in which the second rank of a run dies, one in each life of the run."""
 
 
@@ -62,7 +62,7 @@ class _RankDeath:
         self.armed = True
         if self.call == "optim_step":
             register_optimizer_step_pre_hook(self.end)
-        elif self.call == "weight":
+        elif self.call == "send":
             gather = DTensor.full_tensor
 
             def third(tensor: DTensor) -> Tensor:
