@@ -32,6 +32,9 @@ LocalPlacement.launcher = WarmPopen
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that. Tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As nohup does hangups.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine is not a failing test. Where CI is set, hypothesis has a profile of its own that is repeatable, too.
 MOST = examples(settings().max_examples)
