@@ -182,9 +182,9 @@ class CausalLM:
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
-        with Routers.search(self._model, self._config.to_dict()) as found:
+        with Routers.search(self._model, self._config.to_dict()) as routers:
             self.geometry = self._probe()
-        self.routers: Routers | None = next(iter(found), None)
+        self.routers: Routers | None = next(iter(routers), None)
         self._verify()
         self.keeps_routes = routed_experts and self._watch_routers()
 
