@@ -117,10 +117,10 @@ class MachineMemory(threading.Thread):
             servers.update(pages(server.pid))
         versions = SHARED_MEMORY.glob(f"turnwise-weights-{self._process.pid}-*/*")
         files = sum(file.stat().st_blocks * 512 for file in versions)
-        own = {"trainer": trainer, "servers": servers}
-        sizes = {name: sum(parts.values()) for name, parts in own.items()}
-        private = sum(parts["Anon"] + parts["File"] for parts in own.values())
-        sizes["machine"] = private + max(files, sum(parts["Shmem"] for parts in own.values()))
+        parts_by_process = {"trainer": trainer, "servers": servers}
+        sizes = {name: sum(parts.values()) for name, parts in parts_by_process.items()}
+        private = sum(parts["Anon"] + parts["File"] for parts in parts_by_process.values())
+        sizes["machine"] = private + max(files, sum(parts["Shmem"] for parts in parts_by_process.values()))
         for name, size in sizes.items():
             self.peaks[name] = max(self.peaks[name], size)
 

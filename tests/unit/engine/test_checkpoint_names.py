@@ -41,7 +41,7 @@ def test_parameters_are_rounded_for_servers_and_saved_buffers_are_not(tmp_path: 
     rounded = dict(weights.read(torch.bfloat16))
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert {name for name, tensor in rounded.items() if tensor.dtype == torch.float32} == {bias}
-    assert all(torch.equal(rounded[name], whole.to(rounded[name].dtype)) for name, whole in weights.read())
+    assert all(torch.equal(rounded[name], tensor.to(rounded[name].dtype)) for name, tensor in weights.read())
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rounded.items()} == weights.types(
         torch.bfloat16
     )
@@ -58,8 +58,8 @@ def test_a_mixture_is_updated_by_the_names_of_its_checkpoint_and_refuses_others(
     served.load(sent, 1)
     policy.save_hf(tmp_path / "saved")
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == sent.keys()
-    kept = dict(CausalLM(tmp_path / "saved")._model.state_dict())
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in served._model.state_dict().items())
+    saved = dict(CausalLM(tmp_path / "saved")._model.state_dict())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in served._model.state_dict().items())
     expert = "model.layers.0.mlp.experts.2.up_proj.weight"
     fused = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 32, 32)}
     for tensors, problem in (

@@ -24,9 +24,9 @@ IDS = torch.arange(9)[None] * 7 % 64
 
 def opened(directory: Path) -> tuple[torch.nn.Module, Routers]:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    with Routers.search(model, model.config.to_dict()) as found:
+    with Routers.search(model, model.config.to_dict()) as routers:
         model(IDS)
-    return model, found[0]
+    return model, routers[0]
 
 
 def chosen_by(model: torch.nn.Module, routers: Routers) -> torch.Tensor:
@@ -121,11 +121,11 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_plain_forward(directory: Path, token_ids: np.ndarray) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    with Routers.search(model, model.config.to_dict()) as found:
+    with Routers.search(model, model.config.to_dict()) as routers:
         model(torch.from_numpy(token_ids)[None])
-    found[0].watch()
+    routers[0].watch()
     model(torch.from_numpy(token_ids)[None])
-    return np.sort(found[0].take(), -1)
+    return np.sort(routers[0].take(), -1)
 
 
 def check_routes(directory: Path, prompt: np.ndarray, output: Output, start: int = 0) -> None:

@@ -461,8 +461,8 @@ async def test_a_sleeping_server_holds_no_cache_and_wakes_to_the_weights_that_ar
         await replica.sleep_mode.sleep(keep_weights=True)
         await replica.sleep_mode.wake("weights")
         await replica.sleep_mode.wake("kv_cache")
-        kept = await client.generate(TokenPrompt(prompt(35)), GREEDY, session_id="kept")
-        assert kept.token_ids.tolist() == greedy(new, prompt(35), 20)
+        completion = await client.generate(TokenPrompt(prompt(35)), GREEDY, session_id="kept")
+        assert completion.token_ids.tolist() == greedy(new, prompt(35), 20)
     finally:
         await replica.sleep_mode.sleep()
         await replica.sleep_mode.wake("weights")

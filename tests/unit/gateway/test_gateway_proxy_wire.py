@@ -659,8 +659,8 @@ def test_a_key_in_pieces_of_text_is_hidden_and_the_rest_arrives(dialect: str) ->
         words = [key, key[:5], key[:1], "s ", "x", "\u00e9s", '"', "\\", "[key]"]
         texts = ["".join(random.choices(words, k=random.randrange(8))) for _ in range(2)]
         events, positions = [], [0, 0]
-        while left := [index for index in (0, 1) if positions[index] < len(texts[index])]:
-            index, size = random.choice(left), random.randrange(1, 1 + random.choice((1, 4, 30)))
+        while unfinished := [index for index in (0, 1) if positions[index] < len(texts[index])]:
+            index, size = random.choice(unfinished), random.randrange(1, 1 + random.choice((1, 4, 30)))
             piece = texts[index][positions[index] : positions[index] + size]
             positions[index] += size
             events.append(text_event(dialect, piece, index))

@@ -129,16 +129,6 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from turnwise.cli import main
-from turnwise.inference.guard.turnwise_guard import (
-    ALLOWED_HOSTS,
-    CONTROL_KEY,
-    KEY_HEADER,
-    ControlGuard,
-    Guard,
-    child_environment,
-    control_key,
-)
 from turnwise.inference.process import ServerProcess
 
 async def main():

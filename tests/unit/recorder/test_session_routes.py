@@ -27,10 +27,10 @@ def routes_of(token_ids: np.ndarray) -> Routes:
 
 def routed(request: ScriptedRequest) -> Completion:
     completion = request.renderer.completion({"role": "assistant", "content": f"turn {request.number}"}, ())
-    whole = np.concatenate([request.prompt, completion])
+    token_ids = np.concatenate([request.prompt, completion])
     start = max(1, request.params.routes_from or 0)
     versions = ((0, 0, len(completion)),)
-    return Completion(completion, scripted_logprobs(completion), "stop", versions, routes_of(whole)[start:])
+    return Completion(completion, scripted_logprobs(completion), "stop", versions, routes_of(token_ids)[start:])
 
 
 def open_session(kind: type[Session] = Session, script=routed) -> Session:
@@ -91,8 +91,8 @@ async def test_turn_of_a_server_without_routes_is_marked_as_not_recorded() -> No
     await session.chat([user("a"), first, user("b")])
     [sample] = to_samples(trajectory_of(session), routes=True).rows
     assert sample.routes is not None
-    known = sum(len(segment.token_ids) for segment in session.segments()[:2])
-    assert recorded(sample.routes).tolist() == [False] * known + [True] * (len(sample.input_ids) - known)
+    unrouted = sum(len(segment.token_ids) for segment in session.segments()[:2])
+    assert recorded(sample.routes).tolist() == [False] * unrouted + [True] * (len(sample.input_ids) - unrouted)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

@@ -379,8 +379,8 @@ def test_an_update_sends_what_the_plan_counts(directory: Path, dtype: str, lora:
         assert parts == {"served adapter": size / 2}
     else:
         named = dict(policy.named_weights())
-        kept = sum(named[f"{target}.weight"].nbytes for target in policy.lora.info.targets)
-        assert parts == {"launch weights under the adapter": kept}
+        launch_bytes = sum(named[f"{target}.weight"].nbytes for target in policy.lora.info.targets)
+        assert parts == {"launch weights under the adapter": launch_bytes}
 
 
 def test_states_of_adapters_are_those_of_their_optimizer(directory: Path) -> None:
