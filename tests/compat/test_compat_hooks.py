@@ -152,6 +152,7 @@ def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Pat
     assert [record["curriculum/tasks"] for record in steps] == [2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("colocate_async", "separate_async"))]
 )

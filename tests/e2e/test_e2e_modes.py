@@ -104,7 +104,8 @@ async def test_rollouts_overlap_updates_within_the_staleness_bound(
     assert sum(record["time/overlap_s"] for record in records) > 0
 
 
-@pytest.mark.parametrize("mode", ["colocate", pytest.param("separate, streaming", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["colocate", "separate, streaming"])
 async def test_interrupt_waits_for_the_update_and_the_run_resumes(
     mode: str, lookup_model: Path, tmp_path: Path
 ) -> None:

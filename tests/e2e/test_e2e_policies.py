@@ -70,6 +70,7 @@ def check_attribution(run: Path) -> dict[str, Trajectory]:
     return trajectories
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("colocate", "separate"))]
 )

@@ -219,6 +219,7 @@ def test_rollout_logprobs_and_recomputed_old_logprobs_give_equal_steps(lookup_mo
 # Failures of environments and agents
 
 
+@pytest.mark.long
 def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: Path, tmp_path: Path) -> None:
     env = {"name": "support.envs.run_envs:Failing", "config": {"key": str(tmp_path), "of": MEMBERS, "fails": [1]}}
     run = trained(lookup_model, tmp_path, rollout={"env": env, "concurrency": 1, "retries": 0})

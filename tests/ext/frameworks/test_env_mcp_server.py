@@ -244,6 +244,7 @@ class TestProcesses:
         assert out == b""
         assert all(word in err.decode() for word in ("imported", "made", "scored", "closed"))
 
+    @pytest.mark.long
     async def test_over_http_each_session_is_an_episode(self, tmp_path) -> None:
         out = tmp_path / "out.jsonl"
         process = await asyncio.create_subprocess_exec(

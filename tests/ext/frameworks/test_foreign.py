@@ -346,6 +346,7 @@ def test_an_interpreter_that_is_none_is_an_error_with_its_output(tmp_path) -> No
         make("tiny:countdown", python=str(fake))
 
 
+@pytest.mark.long
 def test_interrupt_ends_a_starting_interpreter(tmp_path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 600\n")

@@ -24,6 +24,7 @@ GYMNASIUM = ("Using a Turnwise environment in Gymnasium", FROM_GYMNASIUM)
 CHECKER = "Checking an environment"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_code_on_gymnasium_runs(number, tmp_path):
     [code] = blocks(section(PAGE, GYMNASIUM[number]), "python")

@@ -80,7 +80,7 @@ def same(one: Output, other: Output) -> None:
     assert np.abs(one.logprobs - other.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16, "max_seqs": 5}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"max_batch_tokens": 16, "max_seqs": 5}, marks=pytest.mark.long)])
 def test_a_batch_of_two_adapters_and_the_model_equals_three_servers(directory: Path, options: dict[str, int]) -> None:
     rng = np.random.default_rng(2)
     prompts = [random_prompt(rng, size) for size in (3, 20, 41, 41, 9, 60)]

@@ -393,6 +393,7 @@ def test_the_first_rank_writes_weights_and_ranks_stay_in_step_where_it_cannot(
     assert gap(weights(learner), exported) == 0
 
 
+@pytest.mark.long
 def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two: WarmRanks, tmp_path: Path) -> None:
     mixture = save_family("qwen3_moe", tmp_path / "mixture", vocab_size=VOCABULARY)
     learner = FSDPLearner(two, policy(mixture), 9)

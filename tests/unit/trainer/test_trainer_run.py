@@ -59,6 +59,7 @@ def test_a_checkpoint_has_the_groups_in_flight_and_never_weights_of_no_step(
         assert len({group["task"]["id"] for group in state["feed"]}) == 2
 
 
+@pytest.mark.long
 def test_a_process_killed_in_step_1_has_evaluated_for_the_next_one_and_sampled_for_it(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
