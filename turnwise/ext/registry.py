@@ -62,6 +62,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "bisect": "turnwise.ext.checks.commands:bisect",
         "check-env": "turnwise.ext.checks.commands:check_env",
         "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
+        "convert-config": "turnwise.ext.frameworks.commands:convert_config",
         "convert-gguf": "turnwise.ext.frameworks.commands:convert_gguf",
         "export-env": "turnwise.ext.frameworks.commands:export_env",
         "mcp": "turnwise.ext.frameworks.commands:mcp",

@@ -33,7 +33,7 @@ COMMANDS = (
     "timeline",
     "version",
 )
-PLUGGED_IN = ("check-env", "check-sandbox", "convert-gguf", "export-env", "init", "report")
+PLUGGED_IN = ("check-env", "check-sandbox", "convert-config", "convert-gguf", "export-env", "init", "report")
 """Commands of ``turnwise.ext``."""
 
 

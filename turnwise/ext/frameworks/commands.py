@@ -1,4 +1,4 @@
-"""The commands ``turnwise export-env``, ``mcp`` and ``convert-gguf``: to and from other frameworks' formats."""
+"""The commands ``export-env``, ``mcp``, ``convert-gguf`` and ``convert-config``: to and from others' formats."""
 
 from __future__ import annotations
 
@@ -132,3 +132,38 @@ def convert_gguf(
 
     done = convert_gguf(source, target, packages=packages)
     typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")
+
+
+def convert_config(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            help="A shell script, a resolved YAML file, or the options of a command after --.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; by default stdout.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print configuration and lists as one JSON object.")] = False,
+) -> None:
+    """Translate a command of verl into a configuration, and list the options that have no counterpart.
+
+    A shell script runs with every program replaced by one that does nothing, and with this process's variables.
+    """
+    import json
+
+    from turnwise.ext.frameworks.convert.options import read_options
+    from turnwise.ext.frameworks.convert.verl_running import translate_verl
+
+    translation = translate_verl(read_options(source))
+    if as_json:
+        typer.echo(json.dumps({"config": translation.config, **translation.report()}))
+    elif out is None:
+        typer.echo(translation.yaml())
+    if out is not None:
+        out.write_text(translation.yaml(), encoding="utf-8")
+    if not as_json:
+        for title, options in translation.report().items():
+            typer.echo(f"{title} ({len(options)}):", err=True)
+            for option, text in options.items():
+                typer.echo(f"  {option}: {text}", err=True)
