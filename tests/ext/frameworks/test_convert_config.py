@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.ext.frameworks.convert.options import Options, read_options
 from turnwise.ext.frameworks.convert.translation import Translation
+from turnwise.ext.frameworks.convert.verl_learning import ESTIMATORS, LOSS_OPTIONS
 from turnwise.ext.frameworks.convert.verl_running import translate_verl
+from turnwise.trainer.algorithms.advantages import ADVANTAGES
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
+from turnwise.trainer.algorithms.losses import LOSSES
 from turnwise.trainer.config.train import TrainConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -139,6 +144,15 @@ def test_option_changes_what_depends_on_it(changes: list[str], key: str, value: 
 )  # fmt: skip
 def test_what_matters_and_is_missing_has_a_remedy(change: str, option: str, remedy: str) -> None:
     assert remedy in translated(change).remedies[option]
+
+
+def test_estimators_and_losses_are_those_of_the_trainer() -> None:
+    assert set(ESTIMATORS) == {*ADVANTAGES, *CRITIC_ADVANTAGES}
+    names = ("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg")
+    parameters = {loss: inspect.signature(entry.function).parameters for loss, entry in LOSSES.items()}
+    assert {loss: set(options) for loss, options in LOSS_OPTIONS.items()} == {
+        loss: {name for name in names if name in taken} for loss, taken in parameters.items()
+    }
 
 
 def test_epochs_are_steps_where_the_rows_can_be_counted(tmp_path: Path) -> None:

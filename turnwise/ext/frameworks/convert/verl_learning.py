@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +10,27 @@ from turnwise.errors import TurnwiseError
 from turnwise.ext.frameworks.convert.translation import Translation
 from turnwise.tasks.config import SourceConfig
 from turnwise.tasks.reader import load_tasks
-from turnwise.trainer.algorithms.advantages import ADVANTAGES
-from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
-from turnwise.trainer.algorithms.losses import LOSSES
 
 _POLICY: Final = "policies.main"
+# Estimators and losses that both have, and the options of the losses: the registries import torch.
+ESTIMATORS: Final = (
+    "dr_grpo", "gae", "gdpo", "gpg", "grpo", "opo", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "remax", "rloo",
+)  # fmt: skip
+_CLIP: Final = ("clip_low", "clip_high")
+LOSS_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "ppo_clip": (*_CLIP, "dual_clip"),
+    "gspo": _CLIP,
+    "cispo": _CLIP,
+    "sapo": ("tau_pos", "tau_neg"),
+    "gmpo": _CLIP,
+    "gpg": (),
+    "clip_cov": _CLIP,
+    "kl_cov": (),
+    "dppo_tv": _CLIP,
+    "dppo_kl": _CLIP,
+    "dro": (),
+}
 _ESTIMATORS: Final = {"grpo_passk": "passk", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 _LOSSES: Final = {"vanilla": "ppo_clip", "geo_mean": "gmpo"}
 _KL_ESTIMATORS: Final = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
@@ -140,11 +155,11 @@ def translate_algorithm(translation: Translation) -> None:
     options = translation.options
     estimator = options.read("algorithm.adv_estimator", "gae")
     name = _ESTIMATORS.get(estimator, estimator)
-    if name in ADVANTAGES or name in CRITIC_ADVANTAGES:
+    if name in ESTIMATORS:
         translation.set("algorithm.advantage", name, "algorithm.adv_estimator")
     else:
-        known = ", ".join([*ADVANTAGES, *CRITIC_ADVANTAGES])
-        translation.note("algorithm.adv_estimator", f"no estimator {estimator}: {known}, or pkg.mod:function")
+        names = ", ".join(ESTIMATORS)
+        translation.note("algorithm.adv_estimator", f"no estimator {estimator}: {names}, or pkg.mod:function")
     if options.read("algorithm.norm_adv_by_std_in_grpo", True) is False and estimator == "grpo":
         translation.set("algorithm.advantage_options.norm_by_std", False, "algorithm.norm_adv_by_std_in_grpo")
     translation.excuse("the standard deviation divides, as by default", "algorithm.norm_adv_by_std_in_grpo")
@@ -216,11 +231,10 @@ def translate_loss(translation: Translation) -> None:
     mode = options.read("actor.policy_loss.loss_mode", "vanilla")
     loss = _LOSSES.get(mode, mode)
     translation.set("algorithm.loss", loss, "actor.policy_loss.loss_mode")
-    if loss not in LOSSES:
+    if loss not in LOSS_OPTIONS:
         translation.note(
             "actor.policy_loss.loss_mode", f"there is no loss {mode}: algorithm.loss takes pkg.mod:function"
         )
-    taken = set(inspect.signature(LOSSES[loss].function).parameters) if loss in LOSSES else set()
     clip = options.read("actor.clip_ratio", 0.2)
     values = {
         "clip_low": ("actor.clip_ratio_low", options.read("actor.clip_ratio_low", clip)),
@@ -231,7 +245,7 @@ def translate_loss(translation: Translation) -> None:
         option = next((name for name in (f"actor.policy_loss.{name}",) if name in options), f"actor.{name}")
         values[name] = option, options.read(option, default)
     for name, (option, value) in values.items():
-        if name in taken:
+        if name in LOSS_OPTIONS.get(loss, ()):
             translation.set(f"algorithm.loss_options.{name}", float(value), option, "actor.clip_ratio")
         translation.excuse(f"the loss {loss} does not read it", option)
     translation.move("actor.loss_agg_mode", "algorithm.loss_aggregation", _snake, default="token-mean")
