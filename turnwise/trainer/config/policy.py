@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -23,6 +23,12 @@ PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
+
+Optimization: TypeAlias = Literal["varlen", "compile", "fused_loss", "bfloat16_weights"]
+"""A faster form of a train step (:attr:`ModelConfig.optimizations`)."""
+
+MACHINE_OF_MODEL: Final = frozenset({"device", "threads", "gradient_checkpointing", "optimizations"})
+"""Keys of :class:`ModelConfig` that say how is computed, not what is learned: a resumed run may change them."""
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
@@ -66,6 +72,11 @@ class ModelConfig(Section):
             least memory at a fifth to a third more time.
         lora: Train low-rank adapters on the frozen model; None trains all weights.
         freeze_vision: Whether the vision tower of a vision-language model, and its connector, keep their weights.
+        optimizations: Faster forms of a train step: ``varlen`` torch's flash attention where rows share no prefix;
+            ``compile`` layers by torch.compile, rows padded to a few sizes; ``fused_loss`` compiled log-probabilities;
+            ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers. What device, type
+            or model do not have is left out, with a line in the log. By default ``varlen`` and ``fused_loss`` on a
+            GPU, none on a CPU.
     """
 
     path: ConfigPath
@@ -75,6 +86,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool | Literal["matmuls"] = False
     lora: LoRAConfig | None = None
     freeze_vision: bool = False
+    optimizations: list[Optimization] | None = None
 
     @property
     def continues_adapter(self) -> bool:

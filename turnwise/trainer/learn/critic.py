@@ -195,6 +195,7 @@ def _open_learner(config: PolicyConfig, learner: Learner, total_steps: int, dire
         device=pick_device(model.device),
         compute_dtype=model.compute_dtype,
         gradient_checkpointing=model.gradient_checkpointing,
+        optimizations=model.optimizations,
     )
     return ValueLearner(policy, critic_config, total_steps, directory or path)
 

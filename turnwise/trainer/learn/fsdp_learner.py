@@ -56,6 +56,11 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
             f"policies.main.model.path is {config.model.path}, a vision-language model, which the engine fsdp does not "
             "shard: choose the engine torch"
         )
+    if names := config.model.optimizations:
+        raise TrainError(
+            f"policies.main.model.optimizations has {names[0]}, but the engine fsdp has none of them: remove them (its "
+            f"bfloat16 weights are {_KEY}.mixed_precision), or choose the engine torch"
+        )
     if config.critic is not None and config.critic.kind == "shared":
         raise TrainError(
             "policies.main.critic.kind is shared, which the engine fsdp does not shard: choose own, or the engine torch"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
@@ -64,27 +63,9 @@ def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     return matrices, embeddings, rest
 
 
-@functools.cache
 def orthogonalization_dtype(device_type: str) -> torch.dtype:
-    """Return the type in which Muon orthogonalizes on a kind of device, measured once in a process.
-
-    bfloat16, as in torch, unless the device emulates it, which takes 5 to 100 times as long as float32.
-    """
-    if device_type != CPU:
-        return torch.bfloat16
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix = torch.ones(384, 384, dtype=dtype)
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            matrix @ matrix
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    # Native bfloat16 was seen to take up to twice as long, emulated five times and more: the choice is the same in each
-    # run on a machine.
-    return torch.float32 if seconds(torch.bfloat16) > 4 * seconds(torch.float32) else torch.bfloat16
+    """Return the type in which Muon orthogonalizes on a device: bfloat16, as in torch, unless it emulates that."""
+    return torch.float32 if device_type == CPU and emulates_bfloat16() else torch.bfloat16
 
 
 class Muon(torch.optim.Muon):

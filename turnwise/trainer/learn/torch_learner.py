@@ -142,6 +142,7 @@ class TorchLearner(Learner):
             gradient_checkpointing=model.gradient_checkpointing,
             lora=model.lora,
             freeze_vision=model.freeze_vision,
+            optimizations=model.optimizations,
         )
         return cls(policy, config, total_steps)
 
@@ -150,9 +151,10 @@ class TorchLearner(Learner):
         if not normalizer > 0:
             raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
         totals = LossTotals()
-        for batch in batches:
-            result = objective(batch, self._score(batch, entropy=objective.entropy))
-            totals.add(result, normalizer).backward()  # type: ignore[no-untyped-call]
+        with self.policy.computing():
+            for batch in batches:
+                result = objective(batch, self._score(batch, entropy=objective.entropy))
+                totals.add(result, normalizer).backward()  # type: ignore[no-untyped-call]
         return totals.stats(sum(batch.trained_tokens for batch in batches))
 
     def _score(self, batch: MicroBatch, *, entropy: bool) -> TokenScores:
@@ -182,14 +184,14 @@ class TorchLearner(Learner):
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
-        with torch.no_grad():
+        with torch.no_grad(), self.policy.computing():
             return [self.policy.forward(batch).logprobs for batch in batches]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the state values before each trained token, where a critic is on this model (``learn/critic.py``)."""
         if self.policy.value_head is None:
             return super().values(batches)
-        with torch.no_grad():
+        with torch.no_grad(), self.policy.computing():
             return [self.policy.value_head(self.policy.states(batch)) for batch in batches]
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from turnwise.engine.accelerator import compiles_attention, on_cpu
 from turnwise.errors import TrainError
@@ -18,6 +20,12 @@ from turnwise.trainer.model.layout import Bucket, OwnBucket, PackedLayout
 
 # Side of the blocks that are skipped, or computed without a mask, as a whole.
 _BLOCK = 128
+
+
+# What the kernel for rows of any length takes of a head.
+_VARLEN_DIM, _VARLEN_UNIT = 256, 8
+# Releases of torch without the argument share key heads unasked.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,35 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, layout: Packe
     without_sink = torch.sigmoid(aux.lse - sinks.float()[None, :, None])
     kept_out: Tensor = (out * without_sink[..., None].to(out.dtype)).transpose(1, 2)
     return kept_out
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
+    """Attend causally within segments that have no ancestors, in one call of torch's flash attention.
+
+    Arguments as of :func:`flex_tree_attention`, in bfloat16; scores have neither softcap nor sinks.
+    """
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    bounds, longest = layout.bounds, layout.longest_path
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
+    out: Any = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scoring.scaling, window_size=window, **_GROUPED
+    )
+    attended: Tensor = out[None]
+    return attended
+
+
+@cache
+def varlen_obstacle(device: torch.device) -> str | None:
+    """Return why a device cannot compute :func:`varlen_attention`, by computing; None where it can."""
+    layout = PackedLayout.of(((0, 5, -1), (5, 3, -1)), device)
+    query, key = (torch.ones(1, heads, 8, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2))
+    try:
+        out = varlen_attention(query.requires_grad_(), key, key, layout, Scoring(window=4))
+        torch.autograd.grad(out.float().sum(), query)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        reason = str(error).partition(". ")[0].splitlines()[0]
+        return f"torch {torch.__version__} has no such kernel for {device.type} ({reason})"
+    return None
 
 
 @cache
@@ -313,13 +350,22 @@ def packed_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Attend by the kernel for the device and the scoring; arguments as in :func:`flex_tree_attention`."""
-    plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
+    smooth = scoring.softcap is None and scoring.sinks is None
+    plain = smooth and scoring.window is None
+    if layout.varlen and smooth and not layout.is_tree and _fits_varlen(query, value):
+        return varlen_attention(query, key, value, layout, scoring)
     if plain and on_cpu(query.device) and value.shape[-1] == query.shape[-1]:
         return shared_attention(query, key, value, layout, scoring.scaling)
     # scaled_dot_product_attention would store masks of windows, and sinks and softcaps, without a kernel, all scores.
     if compiles_attention(query.device) and (layout.is_tree or not plain):
         return flex_tree_attention(query, key, value, layout, scoring)
     return _by_paths(query, key, value, layout, scoring)
+
+
+def _fits_varlen(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    fits = size == value.shape[-1] and size <= _VARLEN_DIM and not size % _VARLEN_UNIT
+    return fits and query.dtype == torch.bfloat16
 
 
 def _layout_of(query: Tensor, attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> PackedLayout:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.engine.accelerator import on_cpu
+from turnwise.trainer.model.optimizations import CompiledFunction
 
 HELD_BYTES = 1 << 26
 """Logits up to this size, in float32, are computed once and kept for the backward pass."""
@@ -53,13 +55,13 @@ class LogitTransform:
             logits = logits * self.factor
         return logits
 
-    def backward_(self, grad: Tensor, raw: Tensor) -> Tensor:
+    def backward_(self, grad: Tensor, raw: Tensor | None) -> Tensor:
         """Turn the gradient of the transformed logits into that of the ``raw`` ones, in place."""
         if self.factor is not None:
             grad.mul_(self.factor)
         if self.divisor is not None:
             grad.div_(self.divisor)
-        if self.softcap is not None:
+        if self.softcap is not None and raw is not None:
             grad.mul_(1 - torch.tanh(raw.to(grad.dtype) / self.softcap).square_())
         return grad
 
@@ -73,6 +75,7 @@ def score_states(
     *,
     entropy: bool,
     tile_bytes: int | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -89,6 +92,8 @@ def score_states(
         entropy: Whether entropies are returned.
         tile_bytes: Maximum bytes of a tile's float32 logits; two to three of these are allocated. By default
             :data:`HELD_BYTES` if all logits fit, else a size for the device.
+        fused: Compile what is computed between the products of tiles; their logits are then stored in the type of the
+            products only.
 
     Returns:
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
@@ -99,7 +104,8 @@ def score_states(
         tile_bytes = _TILE_BYTES if on_cpu(states.device) else _TILE_BYTES_ELSEWHERE
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
-    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, _Tiles(transform, entropy, columns))
+    tiles = _Tiles(transform, entropy, columns, fused)
+    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles)
     return logprobs, entropies if entropy else None
 
 
@@ -116,11 +122,12 @@ def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile."""
+    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile, whether their kernels are fused."""
 
     transform: LogitTransform
     entropy: bool
     columns: int
+    fused: bool
 
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
@@ -173,15 +180,11 @@ class _Scores(torch.autograd.Function):
         with torch.autocast(states.device.type, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
             sums = _GradientSums(matrix, ctx.needs_input_grad)
+            gradient = _fused(_tile_gradient) if tiles.fused and logs is None else _tile_gradient
             for start, end in tiles.spans(weight.shape[0]):
-                if normalizer is not None:
-                    raw = matrix.logits(start, end)
-                    # The result is new memory wherever the raw logits are needed once more.
-                    logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
-                change = _logit_gradient(logs, ids - start, grad, grad_entropy, entropies, full=normalizer is None)
-                if divide is not None:
-                    change.div_(divide)
-                sums.add(start, end, tiles.transform.backward_(change, raw))
+                raw = matrix.logits(start, end) if logs is None else raw
+                upstream = grad, grad_entropy, entropies
+                sums.add(start, end, gradient(raw, logs, normalizer, ids - start, divide, upstream, tiles))
         return *sums.result(states.dtype), None, None, None
 
 
@@ -210,49 +213,94 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
     ``exp(-d) * (mean - d * total)``. Finally ``log(sum(exp(z))) = m + log(total)`` and the entropy is
     ``log(total) - mean / total``.
     """
-    kind = torch.float64 if matrix.states.dtype == torch.float64 else torch.float32
+    kind = _sum_dtype(matrix.states)
     targets, total, mean = torch.zeros(3, len(ids), dtype=kind, device=ids.device).unbind()
     # Not -inf: differences to it have to be numbers.
     largest = torch.full_like(targets, torch.finfo(kind).min)
+    add = _fused(_add_tile) if tiles.fused else _add_tile
     for start, end in tiles.spans(matrix.weight.shape[0]):
-        scaled = _scale(matrix.logits(start, end), tiles.transform, divide)
-        local = ids - start
-        in_tile = (local >= 0) & (local < end - start)
-        targets = torch.where(in_tile, scaled.gather(1, local.clamp(0, end - start - 1)[:, None])[:, 0], targets)
-        top = torch.maximum(largest, scaled.amax(-1))
-        shifted = scaled.sub_(top[:, None])
-        powers = shifted.exp()
-        fall = largest - top
-        factor = fall.exp()
-        if tiles.entropy:
-            mean = factor * (mean + fall * total) + _dot(powers, shifted)
-        largest, total = top, factor * total + powers.sum(-1)
+        targets, largest, total, mean = add(
+            matrix.logits(start, end), ids - start, divide, (targets, largest, total, mean), tiles
+        )
     logarithm = total.log()
     normalizer = largest + logarithm
     entropies = logarithm - mean / total if tiles.entropy else targets.new_zeros(0)
     return targets - normalizer, entropies, normalizer
 
 
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> CompiledFunction:
+    return CompiledFunction(function, dynamic=True)
+
+
+def _add_tile(
+    raw: Tensor, local: Tensor, divide: Tensor | None, sums: tuple[Tensor, Tensor, Tensor, Tensor], tiles: _Tiles
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sums of :func:`_online` with one more tile; ``local`` are the ids relative to it."""
+    targets, largest, total, mean = sums
+    scaled = _scale(raw, tiles.transform, divide)
+    in_tile = (local >= 0) & (local < raw.shape[1])
+    targets = torch.where(in_tile, scaled.gather(1, local.clamp(0, raw.shape[1] - 1)[:, None])[:, 0], targets)
+    top = torch.maximum(largest, scaled.amax(-1))
+    shifted = scaled.sub_(top[:, None])
+    powers = shifted.exp()
+    fall = largest - top
+    factor = fall.exp()
+    if tiles.entropy:
+        mean = factor * (mean + fall * total) + _dot(powers, shifted)
+    return targets, top, factor * total + powers.sum(-1), mean
+
+
+_Upstream = tuple[Tensor | None, Tensor | None, Tensor]
+"""Gradients of log-probabilities and entropies, and the entropies."""
+
+
+def _tile_gradient(
+    raw: Tensor, logs: Tensor | None, normalizer: Tensor | None, local: Tensor, divide: Tensor | None,
+    upstream: _Upstream, tiles: _Tiles,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a tile's raw logits, given its log-probabilities or the normaliser."""
+    full = normalizer is None
+    if normalizer is not None:
+        # The result is new memory wherever the raw logits are needed once more.
+        logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
+    assert logs is not None, "one of both"
+    change = _logit_gradient(logs, local, *upstream, full=full, fused=tiles.fused)
+    if divide is not None:
+        change.div_(divide)
+    change = tiles.transform.backward_(change, raw)
+    return change.to(raw.dtype) if tiles.fused and not full else change
+
+
 def _logit_gradient(
-    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor, *, full: bool
-) -> Tensor:
+    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor,
+    *, full: bool, fused: bool,
+) -> Tensor:  # fmt: skip
     """Return the gradient of a tile's scaled logits, as new memory.
 
     With p the probabilities, H the entropy (shape [N]) and e the indicator of the chosen id: ``grad * (e - p) -
     grad_entropy * p * (log p + H)``. ``logs`` is log p of shape [N, columns]; ``local`` are the ids relative to the
-    tile, e being 0 outside of it. For the ``full`` vocabulary torch's own kernel does it in one pass.
+    tile, e being 0 outside of it. For the ``full`` vocabulary torch's own kernel does it in one pass. ``fused`` adds e
+    by a comparison, which a compiler joins with the rest.
     """
     if grad_entropy is None and full and grad is not None:
         target_grads = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
-        fused: Tensor = torch.ops.aten._log_softmax_backward_data(target_grads, logs, 1, logs.dtype)
-        return fused
+        whole: Tensor = torch.ops.aten._log_softmax_backward_data(target_grads, logs, 1, logs.dtype)
+        return whole
     change = logs.exp()
     if grad_entropy is not None:
         slope = (logs + entropies[:, None]).mul_(-grad_entropy[:, None])
         change.mul_(slope if grad is None else slope.sub_(grad[:, None]))
     elif grad is not None:
         change.mul_(-grad[:, None])
-    if grad is not None:
+    if grad is not None and fused:
+        chosen = torch.arange(logs.shape[1], device=logs.device) == local[:, None]
+        change = torch.where(chosen, change + grad[:, None], change)
+    elif grad is not None:
         in_tile = (local >= 0) & (local < logs.shape[1])
         change.scatter_add_(1, local.clamp(0, logs.shape[1] - 1)[:, None], torch.where(in_tile, grad, 0)[:, None])
     return change
@@ -273,12 +321,12 @@ class _GradientSums:
 
     def add(self, start: int, end: int, change: Tensor) -> None:
         """Add a tile's contribution, given the gradient of its logits."""
-        low = change.to(self._matrix.compute)
+        low, kind = change.to(self._matrix.compute), _sum_dtype(change)
         if self._want_states:
             part = self._matrix.part(start, end)
             if self._states is None:
-                self._states = (low @ part).to(change.dtype)
-            elif low.dtype == change.dtype:
+                self._states = (low @ part).to(kind)
+            elif low.dtype == kind:
                 self._states.addmm_(low, part)
             else:
                 self._states.add_(low @ part)
@@ -289,7 +337,7 @@ class _GradientSums:
             else:
                 target.copy_(low.T @ self._matrix.states)
         if self._bias is not None:
-            self._bias[start:end] = change.sum(0)
+            self._bias[start:end] = change.sum(0, dtype=kind)
 
     def result(self, kind: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of states, weight and bias, None where not required."""

@@ -78,6 +78,7 @@ class PackedLayout:
         depths: Per segment the tokens before it on its path.
         block_masks: Cache of :func:`turnwise.trainer.model.attention.block_mask` by window, shared by all layers.
         sequence: The ranks that share the row's tokens; None where one rank computes them all.
+        varlen: Whether segments without ancestors are attended to by torch's kernel for rows of any length.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -86,6 +87,7 @@ class PackedLayout:
     depths: tuple[int, ...] = field(repr=False)
     block_masks: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
     sequence: SequenceGroup | None = None
+    varlen: bool = False
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device, sequence: SequenceGroup | None = None) -> PackedLayout:
@@ -130,6 +132,11 @@ class PackedLayout:
         """int64 of shape [T]: exclusive end of the later tokens that see each token."""
         lengths = [length for _, length, _ in self.segments]
         return torch.from_numpy(np.repeat(np.asarray(self.ends, np.int64), lengths)).to(self.device)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """int32 of shape [segments + 1]: the start of each segment, and the end of the last one."""
+        return self._tensor(np.asarray([*(start for start, _, _ in self.segments), self.tokens], np.int32))
 
     @cached_property
     def positions(self) -> Tensor:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
@@ -27,19 +27,20 @@ from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmb
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
-from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.config.policy import LoRAConfig, Optimization
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
+from turnwise.trainer.model.blocks import padded_tokens, prepare_layers
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach
+from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations
 from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 from turnwise.trainer.model.weights import PolicyWeights
 
 try:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
@@ -54,10 +55,9 @@ _COMPANIONS = (
     TOOL_TEMPLATE_FILE, FORMAT_FILE, "*processor_config.json",
 )  # fmt: skip
 
-# Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
-_MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-
-AttentionInterface.register(ATTENTION, packed_attention)
+# Its shapes differ from row to row: where layers are compiled, it is computed between two of their parts.
+_packed: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+AttentionInterface.register(ATTENTION, _packed)
 
 
 class Policy:
@@ -71,9 +71,11 @@ class Policy:
         sequence: The ranks that share the tokens of each micro-batch; None where one rank computes them all.
         vision: The model's vision tower; None where it takes text only.
         routers: Its routers; None for a model without experts, or where they cannot be replayed.
+        optimizations: Those in use (:func:`load_model` chooses them).
     """
 
     routers: Routers | None = None
+    optimizations: frozenset[Optimization] = frozenset()
 
     def __init__(
         self, model: Any, *, source: Path, compute_dtype: ComputeDtype = "float32", lora: LoRA | None = None
@@ -115,13 +117,20 @@ class Policy:
             ids, temperatures = ids[computed], temperatures[computed]
         with autocast(self.device, self.compute_dtype):
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
-            logprobs, entropies = score_states(head, states, ids, temperatures, self._transform, entropy=entropy)
+            fused = "fused_loss" in self.optimizations
+            logprobs, entropies = score_states(
+                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused
+            )
         return TokenScores(
             self.gather(batch, logprobs),
             None if entropies is None else self.gather(batch, entropies),
             None if self.value_head is None else self.gather(batch, self.value_head(states)),
             self._rerouted(batch),
         )
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context of forward and backward passes, in which parameters may have another type."""
+        return bfloat16_weights(self.model) if "bfloat16_weights" in self.optimizations else nullcontext()
 
     def _rerouted(self, batch: MicroBatch) -> Tensor | None:
         if batch.routes is None or self.routers is None:
@@ -188,8 +197,15 @@ class Policy:
 
     def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
         check_rows(batch, self.vocab_size, self.rope_limit)
-        layout = PackedLayout.of(batch.segments, device, self.sequence)
-        ids, positions = batch.input_ids, batch.position_ids
+        ids, positions, segments = batch.input_ids, batch.position_ids, batch.segments
+        if "compile" in self.optimizations:
+            # A segment of its own, which no state that is scored attends to.
+            padding = padded_tokens(batch.tokens) - batch.tokens
+            ids, positions = (F.pad(tensor, (0, padding)) for tensor in (ids, positions))
+            segments = (*segments, (batch.tokens, padding, -1)) if padding else segments
+        layout = PackedLayout.of(segments, device, self.sequence)
+        if "varlen" in self.optimizations:
+            layout = replace(layout, varlen=True)
         if self.sequence is not None:
             ids, positions = (self.sequence.slice_tokens(tensor) for tensor in (ids, positions))
         inputs: dict[str, Any] = {"input_ids": ids.to(device)}
@@ -314,6 +330,7 @@ def load_model(
     gradient_checkpointing: bool | Literal["matmuls"] = False,
     lora: LoRAConfig | None = None,
     freeze_vision: bool = False,
+    optimizations: Sequence[Optimization] | None = (),
 ) -> Policy:
     """Load a causal language model or a vision-language model, and check that its packed forward equals its plain one.
 
@@ -325,6 +342,8 @@ def load_model(
             results of matrix products (:class:`~turnwise.trainer.config.policy.ModelConfig`).
         lora: Adapters to put on it; all other parameters are then frozen.
         freeze_vision: Whether the vision tower and its connector are frozen.
+        optimizations: Faster forms of forward and backward pass; what cannot be used is left out, with a line in the
+            log. None for those of the device.
 
     Raises:
         TrainError: The model cannot be loaded, or cannot be trained packed.
@@ -349,10 +368,12 @@ def load_model(
         check_packable(model)
     if freeze_vision:
         _freeze_vision(model)
-    if gradient_checkpointing:
-        _checkpoint_layers(model, keep_matmuls=gradient_checkpointing == "matmuls")
     policy = Policy(model, source=Path(path), compute_dtype=compute_dtype, lora=attached)
     policy.routers = next(iter(routers), None)
+    mixed = "the model takes images" if policy.vision else "the model has experts" if policy.routers else None
+    policy.optimizations = choose_optimizations(optimizations, policy.device, compute_dtype, mixed)
+    if gradient_checkpointing or "compile" in policy.optimizations:
+        prepare_layers(model, checkpointing=gradient_checkpointing, compiled="compile" in policy.optimizations)
     return policy
 
 
@@ -382,32 +403,6 @@ def _make_savable(generation: Any) -> None:
             generation.validate(strict=True)
     except ValueError:
         generation.do_sample = True
-
-
-def _checkpoint_layers(model: Any, *, keep_matmuls: bool) -> None:
-    """Recompute activations of each layer in the backward pass. Raises TrainError where the model cannot."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not (layers and model.supports_gradient_checkpointing):
-        raise TrainError(f"model.gradient_checkpointing is set, but {type(model).__name__} does not support it")
-    context = partial(create_selective_checkpoint_contexts, _MATMULS) if keep_matmuls else noop_context_fn
-    for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_run_checkpointed, layer, context)
-        # Transformers checkpoints in training mode only: the layer's flag is set, and reset while it computes.
-        layer.training = True
-
-
-def _run_checkpointed(layer: nn.Module, context: Callable[[], Any], forward: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a layer under activation checkpointing in evaluation mode: dropout and router noise stay off."""
-
-    def evaluate(*inputs: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*inputs)
-        finally:
-            layer.training = True
-
-    return checkpoint(evaluate, *inputs, use_reentrant=False, context_fn=context)
 
 
 def sequence_obstacle(path: Path, ranks: int) -> str | None:

@@ -25,6 +25,7 @@ from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
+from turnwise.trainer.config.policy import MACHINE_OF_MODEL
 from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, Objective
 from turnwise.trainer.learn.update import update_metrics
@@ -98,7 +99,7 @@ def print_notice(console: Console | None, text: str) -> None:
 
 _RESUMES_WITH_ANOTHER: Final[dict[str, Any]] = {
     **dict.fromkeys(("name", "runs", "overwrite", "loggers", "max_tokens_per_micro_batch"), True),
-    "model": {"device", "threads", "gradient_checkpointing"},
+    "model": set(MACHINE_OF_MODEL),
 }
 
 

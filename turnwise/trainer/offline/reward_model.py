@@ -95,6 +95,7 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
         device=pick_device(config.device),
         compute_dtype=config.compute_dtype,
         gradient_checkpointing=config.gradient_checkpointing,
+        optimizations=config.optimizations,
     )
     settings = AutoConfig.from_pretrained(str(config.path), local_files_only=True)
     judged = any("ForSequenceClassification" in name for name in settings.architectures or ())
@@ -121,7 +122,9 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
     # Before the trunk is set: activation checkpointing keeps a flag of its layers in training mode.
     model.eval()
     setattr(model, prefix, causal.model.base_model)
-    return ScoringPolicy(model.to(causal.device), source=causal.source, config=config)
+    policy = ScoringPolicy(model.to(causal.device), source=causal.source, config=config)
+    policy.optimizations = causal.optimizations
+    return policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from turnwise.rollout.replay.config import allowed_uses, check_replay
 from turnwise.tasks.core import Task
 from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.credit import load_credit
+from turnwise.trainer.config.policy import MACHINE_OF_MODEL
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import find_engine
@@ -68,7 +69,6 @@ _FREE_KEYS: dict[str, Any] = {
         "frozen": {"__all__": {"inference"}},
     },
 }
-_MACHINE_OF_MODEL = {"device", "threads", "gradient_checkpointing"}
 
 
 def config_digest(config: TrainConfig) -> str:
@@ -86,7 +86,7 @@ def _resumable_config(config: TrainConfig) -> dict[str, Any]:
             "inference": True,
             "served_by": True,
             "weight_transport": True,
-            "model": _MACHINE_OF_MODEL,
+            "model": set(MACHINE_OF_MODEL),
         }
         for name, policy in config.policies.items()
     }

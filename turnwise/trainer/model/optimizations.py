@@ -1,0 +1,137 @@
+"""Faster forms of a train step, by option: which of them a device, a type and a model have, and compiled functions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from turnwise.engine.accelerator import has_kernels, on_cpu
+from turnwise.trainer.config.policy import Optimization
+from turnwise.trainer.model.attention import varlen_obstacle
+
+_INSTEAD: dict[Optimization, str] = {
+    "varlen": "attention over gathered segments",
+    "compile": "blocks as they are",
+    "fused_loss": "log-probabilities by separate kernels",
+    "bfloat16_weights": "float32 weights, rounded in each product",
+}
+
+# Each kind of layer, size of row and gradient mode is compiled by itself; beyond the limit nothing is.
+_MOST_VARIANTS = 64
+
+_log = logging.getLogger(__name__)
+
+
+class CompiledFunction:
+    """A function that torch compiles at its first call, and that is called as it is where it cannot be compiled."""
+
+    def __init__(self, function: Callable[..., Any], *, dynamic: bool) -> None:
+        """Take a function; with ``dynamic`` one kernel serves all shapes."""
+        torch._dynamo.config.recompile_limit = _MOST_VARIANTS
+        self._function = function
+        self._compiled: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the function's result."""
+        if self._compiled is not None:
+            try:
+                return self._compiled(*arguments, **keywords)
+            except TorchDynamoException as error:
+                _log.warning("%s is computed without a compiler: %s", self._function.__qualname__, _first_line(error))
+                self._compiled = None
+        return self._function(*arguments, **keywords)
+
+
+def choose_optimizations(
+    configured: Sequence[Optimization] | None, device: torch.device, compute_dtype: str, uncompiled: str | None
+) -> frozenset[Optimization]:
+    """Return those of the configured optimizations that can be used; a line in the log names each of the others.
+
+    Args:
+        configured: Their names; None for ``varlen`` (in bfloat16) and ``fused_loss`` on a GPU, and none on a CPU.
+        device: The model's.
+        compute_dtype: Type of its matrix products.
+        uncompiled: Why its layers cannot be compiled.
+    """
+    names: Sequence[Optimization] = configured or ()
+    if configured is None and not on_cpu(device):
+        names = ("varlen", "fused_loss") if compute_dtype == "bfloat16" else ("fused_loss",)
+    obstacles = {name: _obstacle(name, device, compute_dtype, uncompiled) for name in names}
+    for name, obstacle in obstacles.items():
+        if obstacle is not None:
+            _log.warning("model.optimizations: %s is left out, as %s: %s instead", name, obstacle, _INSTEAD[name])
+    return frozenset(name for name, obstacle in obstacles.items() if obstacle is None)
+
+
+def _obstacle(name: Optimization, device: torch.device, compute_dtype: str, uncompiled: str | None) -> str | None:
+    if name in ("varlen", "bfloat16_weights") and compute_dtype != "bfloat16":
+        return f"model.compute_dtype is {compute_dtype}"
+    if name == "compile" and uncompiled is not None:
+        return uncompiled
+    if name in ("compile", "fused_loss"):
+        return _compiler_obstacle(device)
+    return varlen_obstacle(device) if name == "varlen" else None
+
+
+@cache
+def _compiler_obstacle(device: torch.device) -> str | None:
+    """Return why torch cannot compile for a device, by compiling; None where it can."""
+    if not (on_cpu(device) or has_kernels(device)):
+        return f"there is no Triton for {device.type}"
+    try:
+        torch.compile(_probe)(torch.ones(2, device=device))
+    except (TorchDynamoException, RuntimeError, OSError) as error:
+        return f"nothing can be compiled: {_first_line(error)}"
+    return None
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    return tensor + 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def bfloat16_weights(model: nn.Module) -> Iterator[None]:
+    """Compute with bfloat16 copies of a model's float32 parameters, which keep the sums of the gradients.
+
+    Within, each parameter holds its copy, made at the start, and the states between layers are bfloat16 too. Each
+    gradient is added to the float32 sum as soon as it is complete. Afterwards parameters and gradients are float32.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.dtype == torch.float32]
+    masters = [parameter.data for parameter in parameters]
+    sums = [parameter.grad for parameter in parameters]
+    hooks = []
+
+    def add(number: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "it was just accumulated"
+        total = sums[number]
+        sums[number] = parameter.grad.float() if total is None else total.add_(parameter.grad)
+        parameter.grad = None
+
+    try:
+        for number, parameter in enumerate(parameters):
+            parameter.grad = None
+            parameter.data = masters[number].to(torch.bfloat16)
+            if parameter.requires_grad:
+                hook: Any = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(add, number)
+                )
+                hooks.append(hook)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, master, total in zip(parameters, masters, sums, strict=True):
+            parameter.grad = None
+            parameter.data = master
+            parameter.grad = total
