@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -10,10 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from turnwise.errors import TrainError
+from turnwise.errors import MissingExtraError, TrainError
 from turnwise.trainer.model.optimizations import CompiledFunction
+
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError as error:
+    raise MissingExtraError("transformers", "train", "training a model") from error
 
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
 _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -48,9 +51,9 @@ def prepare_layers(model: Any, *, checkpointing: bool | Literal["matmuls"], comp
         context = noop_context_fn
     elif checkpointing and not compiled:
         context = partial(create_selective_checkpoint_contexts, _MATMULS)
-    kinds = {type(layer) for layer in layers} if compiled else set()
-    # One function for all layers of a class: what they are made for is inside of its wrapper.
-    functions = {kind: CompiledFunction(inspect.unwrap(kind.forward), dynamic=False) for kind in kinds}
+    kinds: set[Any] = {type(layer) for layer in layers} if compiled else set()
+    # One function for all layers of a class, which is what transformers' wrapper would call.
+    functions = {kind: CompiledFunction(kind.forward.__wrapped__, dynamic=False) for kind in kinds}
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(_run_layer, layer, functions.get(type(layer)), context)
