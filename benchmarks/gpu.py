@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.gpu_runs import train_lookup, train_pretrained
+from harness.gpu_runs import train_by_handles, train_lookup, train_pretrained
 from harness.gpu_step import (
     FULL,
     REHEARSED,
@@ -170,7 +170,7 @@ RUNS: dict[str, Callable[[Sizes, argparse.Namespace], dict[str, Any]]] = {
     "steps": lambda sizes, arguments: measure_steps(sizes, arguments.skip),
     "train": lambda sizes, arguments: train_pretrained(sizes, arguments.packages),
     "colocated": lambda sizes, _: train_lookup(sizes, "layout=colocated"),
-    "ipc": lambda sizes, _: train_lookup(sizes, "policies.main.weight_transport=ipc"),
+    "ipc": lambda sizes, _: train_by_handles(sizes),
 }
 _BOTH = {"engine": engine, "step": step}
 

@@ -55,6 +55,9 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_VERSION ?= 3.12
 WHEELS ?=
 REHEARSE ?=
+MINUTES ?= 13
+RESULTS ?= .cache/gpu-session.json
+GPU_TORCH ?= 2.11.0
 GPU_SITE := .cache/gpu-site
 GPU_PACKAGES := annotated-types farama-notifications gymnasium httptools jsonschema jsonschema-specifications llguidance \
 	orjson ormsgpack pydantic pydantic_core pytest-asyncio referencing rpds-py typing-inspection uvicorn zstandard
@@ -63,7 +66,7 @@ GPU_RUN := PYTHONPATH=$(CURDIR):$(GPU_SITE) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLEL
 # What failed last, alone and one after the other.
 AGAIN := tests --last-failed --last-failed-no-failures none -n 0
 
-.PHONY: test-real test-gpu bench-gpu gpu-site gpu-wheels test-again test-long-again test-real-again real-installs real-needs program-needs
+.PHONY: test-real test-gpu bench-gpu gpu-all gpu-site gpu-vllm gpu-wheels test-again test-long-again test-real-again real-installs real-needs program-needs
 
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs program-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
@@ -78,6 +81,17 @@ test-gpu: gpu-site  ## Run the tests that need a GPU (WHEELS=DIR GPU_PYTHON=pyth
 
 bench-gpu: gpu-site  ## Measure engine and trainer on a GPU (the same options)
 	$(GPU_RUN) benchmarks/gpu.py $(if $(REHEARSE),--rehearse) $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
+
+# What of it is done is not repeated: remove RESULTS to begin anew.
+gpu-all: gpu-site  ## Test and measure on a GPU what MINUTES=13 allow, the most worth first; again for the rest (the same options)
+	$(GPU_RUN) benchmarks/gpu_session.py --minutes $(MINUTES) --results $(RESULTS) $(if $(REHEARSE),--rehearse)
+
+# The vLLM that was built for the machine's torch, and what it needs beside that torch, in parts of 60 MiB.
+gpu-vllm: $(STAMP)  ## Fetch vLLM for a GPU machine without a network into wheels-vllm/ (GPU_TORCH=2.11.0 GPU_VERSION=3.12)
+	@mkdir -p .cache/gpu-vllm-wheels
+	$(BIN)/python benchmarks/engines/vllm_wheels.py fits --torch $(GPU_TORCH) --requirements .cache/gpu-vllm.txt -- --python-version $(GPU_VERSION) $(GPU_PLATFORMS)
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp $(GPU_PLATFORMS) -d .cache/gpu-vllm-wheels -r .cache/gpu-vllm.txt
+	$(BIN)/python benchmarks/engines/vllm_wheels.py cut .cache/gpu-vllm-wheels wheels-vllm
 
 gpu-site:
 	@mkdir -p $(GPU_SITE)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MEBIBYTES = 60
 MANIFEST = "parts.json"
+# The machine has the first two; text needs none of the others, which pin it.
+_OF_TORCH = ("torch", "triton", "torchvision", "torchaudio", "torchcodec")
 _TORCH = re.compile(r"^Requires-Dist: torch\s*\(?==\s*([0-9.]+)", re.MULTILINE)
 
 
@@ -43,7 +46,9 @@ def _arguments() -> argparse.Namespace:
     commands = made.add_subparsers(required=True)
     fits = commands.add_parser("fits", help="which vLLM was built for a torch")
     fits.add_argument("--torch", required=True)
-    fits.set_defaults(run=lambda arguments: find_fit(arguments.torch))
+    fits.add_argument("--requirements", type=Path, help="where to list what the machine needs")
+    fits.add_argument("platform", nargs="*", help="options of pip for the machine, after --")
+    fits.set_defaults(run=lambda given: find_fit(given.torch, given.requirements, given.platform))
     parted = commands.add_parser("cut", help="cut wheels into parts")
     parted.add_argument("wheels", type=Path)
     parted.add_argument("parts", type=Path)
@@ -56,16 +61,31 @@ def _arguments() -> argparse.Namespace:
     return made.parse_args()
 
 
-def find_fit(torch: str) -> dict[str, Any]:
-    """Return the newest vLLM that pip can install beside a torch; needs a network, and installs nothing."""
+def find_fit(torch: str, requirements: Path | None = None, platform: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the newest vLLM that pip resolves beside a torch; needs a network, and installs nothing.
+
+    Args:
+        torch: The machine's.
+        requirements: Where vLLM and all that it needs beside that torch are written, a line each.
+        platform: pip's options for another platform than this one.
+    """
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    done = subprocess.run(
-        [*command, "--only-binary=:all:", "vllm", f"torch=={torch}"], capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        # Without requirements, so that nothing that the machine's torch brought is fetched.
+        with zipfile.ZipFile(Path(folder) / f"torch-{torch}+there-py3-none-any.whl", "w") as archive:
+            about = f"torch-{torch}+there.dist-info"
+            archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}+there\n")
+            archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{about}/RECORD", "")
+        command += ["--only-binary=:all:", "--target", folder, "--find-links", folder, *platform]
+        done = subprocess.run([*command, "vllm", f"torch=={torch}"], capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": f"no vLLM was built for torch {torch}: {done.stderr.strip()[-300:]}"}
-    chosen = {each["metadata"]["name"]: each["metadata"]["version"] for each in json.loads(done.stdout)["install"]}
-    return {"vllm": chosen["vllm"], "torch": chosen["torch"]}
+    versions = {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in json.loads(done.stdout)["install"]}
+    lines = [f"{name}=={number}" for name, number in sorted(versions.items()) if name not in _OF_TORCH]
+    if requirements is not None:
+        requirements.write_text("\n".join(lines) + "\n")
+    return {"vllm": versions["vllm"], "torch": torch, "packages": len(lines)}
 
 
 def cut(wheels: Path, parts: Path, size: int = MEBIBYTES << 20) -> dict[str, Any]:

@@ -40,6 +40,19 @@ def train_lookup(sizes: Sizes, *overrides: str) -> dict[str, Any]:
     return {name: round(median(float(line[name]) for line in steps if name in line), 5) for name in names}
 
 
+def train_by_handles(sizes: Sizes) -> dict[str, Any]:
+    """Train the lookup job with weights sent by handles of the device's memory; rehearsed: by shared memory."""
+    from turnwise.errors import RegistryError
+    from turnwise.trainer.weight_sync import TRANSPORTS
+
+    name = "shared_memory" if sizes.device == "cpu" else "ipc"
+    try:
+        TRANSPORTS.find(name)
+    except RegistryError as error:
+        return {"skipped": str(error)}
+    return train_lookup(sizes, f"policies.main.weight_transport={name}")
+
+
 def train_pretrained(sizes: Sizes, packages: Path | None) -> dict[str, Any]:
     """Run ``examples/smollm2/main.py``, warm start included, and return its curve; rehearsed: one small step.
 

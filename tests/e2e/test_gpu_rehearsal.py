@@ -41,6 +41,23 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
     assert "skipped" in report["smollm2"]
 
 
+def test_the_gpu_session_rehearses_within_its_minutes_and_resumes(tmp_path: Path) -> None:
+    """A first call has time for a part; the next one does the others, and none twice."""
+    session = "benchmarks/gpu_session.py", "--rehearse", "--results", str(tmp_path / "results.json")
+    first = run(*session, "--minutes", "0.7")
+    assert first.returncode == 0, first.stderr[-4000:]
+    done = [name for name, state in json.loads(first.stdout.splitlines()[-1]).items() if state == "done"]
+    assert done
+    second = run(*session)
+    states = json.loads(second.stdout.splitlines()[-1])
+    results = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert all(states[part] == "done" for part in results), {name: part["error"] for name, part in results.items()}
+    assert not any(line.startswith(f"{done[0]}:") for line in second.stderr.splitlines())
+    steps = {line["name"]: line for line in results["steps"]["lines"]}
+    assert steps["all"]["used"] == ["bfloat16_weights", "compile", "fused_loss"]
+    assert all("error" not in line for line in steps.values())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_benchmark_without_a_gpu_names_the_missing_device() -> None:
     done = run("benchmarks/gpu.py", "--only", "limits")
