@@ -52,7 +52,8 @@ def main() -> None:
     arguments = _arguments()
     sizes = REHEARSED if arguments.rehearse else FULL
     if arguments.part:
-        print(json.dumps(RUNS[arguments.part](sizes, arguments)), flush=True)
+        if result := RUNS[arguments.part](sizes, arguments):
+            print(json.dumps(result), flush=True)
         return
     why = None if arguments.rehearse else _no_device()
     if why:
@@ -161,7 +162,8 @@ def step(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
     return measure_step(sizes, smollm2 or checkpoint(sizes), VARIANTS[0], limits(sizes)["tflop_per_s"])
 
 
-RUNS: dict[str, Callable[[Sizes, argparse.Namespace], dict[str, Any]]] = {
+# "steps" prints a line for each variant as soon as it is measured.
+RUNS: dict[str, Callable[[Sizes, argparse.Namespace], dict[str, Any] | None]] = {
     "limits": lambda sizes, _: limits(sizes),
     "engine": lambda sizes, _: engine(sizes, None),
     "step": lambda sizes, _: step(sizes, None),

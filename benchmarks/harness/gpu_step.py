@@ -175,22 +175,20 @@ VARIANTS = (
 """In order of worth: what is measured last may not be measured at all."""
 
 
-def measure_steps(sizes: Sizes, skip: Collection[str] = ()) -> dict[str, Any]:
+def measure_steps(sizes: Sizes, skip: Collection[str] = ()) -> None:
     """Measure the variants that are not named in ``skip``; print each result as a line as soon as it is there."""
     folder, rate = checkpoint(sizes), limits(sizes)["tflop_per_s"]
-    results: dict[str, Any] = {}
     for variant in VARIANTS:
         # In a rehearsal layers are compiled once.
         rehearsed = sizes.device == "cpu" and "compile" in variant.optimizations and variant.name != "all"
         if rehearsed or variant.name in skip:
             continue
         try:
-            results[variant.name] = measure_step(sizes, folder, variant, rate)
+            result = measure_step(sizes, folder, variant, rate)
         except RuntimeError as error:
             # Mostly too little memory, which is a result too.
-            results[variant.name] = {"error": str(error).splitlines()[0][:300]}
-        print(json.dumps({"name": variant.name, **results[variant.name]}), flush=True)
-    return results
+            result = {"error": str(error).splitlines()[0][:300]}
+        print(json.dumps({"name": variant.name, **result}), flush=True)
 
 
 def measure_step(sizes: Sizes, folder: Path, variant: Variant, rate: float) -> dict[str, Any]:
