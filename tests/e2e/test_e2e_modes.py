@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,7 +23,6 @@ from turnwise.errors import ConfigError, TrainError
 from turnwise.rollout.records import Batches, read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.observe.timeline import Span, read_timeline
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
@@ -78,8 +78,18 @@ def check_run(run_dir: Path, bound: int) -> Batches:
     return batches
 
 
+class Span(NamedTuple):
+    """A span of ``timeline.jsonl``."""
+
+    what: str
+    name: str
+    begin: float
+    end: float | None
+
+
 def update_and_groups(run_dir: Path) -> tuple[list[Span], list[Span]]:
-    spans = [span for part in read_timeline(run_dir / "timeline.jsonl") for span in part.spans]
+    records = map(json.loads, (run_dir / "timeline.jsonl").read_text().splitlines())
+    spans = [Span(*record) for record in records if isinstance(record, list)]
     return [span for span in spans if span.what == "update"], [span for span in spans if span.what == "group"]
 
 

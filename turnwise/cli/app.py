@@ -52,7 +52,6 @@ app.command("rescore")(runs.rescore)
 app.command("compare")(runs.compare)
 app.command("view")(runs.view)
 app.command("audit")(runs.audit)
-app.command("timeline")(runs.timeline)
 app.add_typer(envs.app, name="envs")
 app.command("init")(envs.init)
 

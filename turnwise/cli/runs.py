@@ -1,4 +1,4 @@
-"""The commands that read what was recorded: ``view``, ``audit``, ``timeline``, ``compare`` and ``rescore``."""
+"""The commands that read what was recorded: ``view``, ``audit``, ``compare`` and ``rescore``."""
 
 from __future__ import annotations
 
@@ -37,34 +37,6 @@ def audit(
 
     if not audit_run(run, recompute=recompute, at_most=at_most).sound:
         raise typer.Exit(1)
-
-
-def timeline(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    part: Annotated[
-        int, typer.Option("--part", help="Which process of the run, from 0; -1 is the last one.", show_default=True)
-    ] = -1,
-    begin: Annotated[float | None, typer.Option("--from", help="Seconds since that process began.")] = None,
-    end: Annotated[float | None, typer.Option("--to", help="Seconds since that process began.")] = None,
-    width: Annotated[int, typer.Option("--width", min=20, help="Columns of the time axis.")] = 100,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write a trace for Perfetto or chrome://tracing to this file instead."),
-    ] = None,
-) -> None:
-    """Draw what ran when: rollouts, the trainer, weights on their way, evaluations and checkpoints."""
-    from turnwise.errors import TurnwiseError
-    from turnwise.trainer.observe.timeline import Window, draw_text, read_timeline, trace_json
-
-    parts = read_timeline(run / "timeline.jsonl")
-    if not -len(parts) <= part < len(parts):
-        raise TurnwiseError(f"--part is {part}, but {run} had {len(parts)} processes: 0 is the first, -1 the last")
-    window = Window.of(parts[part], (begin, end))
-    if trace is None:
-        typer.echo("\n".join(draw_text(window, width=width)))
-        return
-    trace.write_bytes(trace_json(window))
-    typer.echo(f"written: {trace}")
 
 
 def compare(

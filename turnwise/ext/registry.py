@@ -33,7 +33,10 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "textarena": _FOREIGN,
         "verifiers": _FOREIGN,
     },
-    "rewards": {"verl": "turnwise.ext.frameworks.compat.verl_reward:VerlScore"},
+    "rewards": {
+        "symbolic": f"{_ENVIRONMENTS}.math.symbolic:Symbolic",
+        "verl": "turnwise.ext.frameworks.compat.verl_reward:VerlScore",
+    },
     "agents": {"blackbox": "turnwise.ext.programs:BlackBoxAgent"},
     "row_formats": {
         "bfcl": f"{_FORMATS}:BFCL",
@@ -68,6 +71,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "mcp": "turnwise.ext.frameworks.commands:mcp",
         "replay": "turnwise.ext.checks.commands:replay",
         "report": "turnwise.ext.report.command:report",
+        "timeline": "turnwise.ext.report.timeline:timeline",
     },
 }
 """References as ``pkg.module:Name``, imported on first use."""

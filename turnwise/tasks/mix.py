@@ -102,10 +102,6 @@ class MixedOrder(TaskOrder):
         for order in self._members.values():
             order.learn(task_id, rewards)
 
-    def rates(self) -> list[float]:
-        """Return the running success rates of all sources' tasks."""
-        return [rate for order in self._members.values() for rate in order.rates()]
-
     def rates_by_value(self) -> dict[str, float]:
         """Return the running success rates by name of the source and value of ``curriculum.by``."""
         return {

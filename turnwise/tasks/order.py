@@ -48,8 +48,8 @@ class TaskOrder(ABC):
         del task_id, rewards
 
     def rates(self) -> list[float]:
-        """Return the running success rates of tasks; empty without a curriculum."""
-        return []
+        """Return the running success rates of :meth:`rates_by_value`."""
+        return list(self.rates_by_value().values())
 
     def rates_by_value(self) -> dict[str, float]:
         """Return the running success rates by task, or by value of ``curriculum.by``; empty without a curriculum."""
@@ -330,10 +330,6 @@ class CurriculumOrder(InMemoryOrder):
         statistics = {"taken": self._taken.tolist(), "last": self._last.tolist(), "rates": rates}
         return {**super().state(), "curriculum": statistics}
 
-    def rates(self) -> list[float]:
-        """Return the known running success rates."""
-        return list(self.rates_by_value().values())
-
     def rates_by_value(self) -> dict[str, float]:
         """Return the known running success rates by task."""
         rated_tasks = zip(self._tasks, self._rates, strict=True)
@@ -408,10 +404,6 @@ class LevelOrder(InMemoryOrder):
         """Return the state to resume from."""
         members = {value: order.state() for value, order in self._members.items()}
         return {"epoch": self.epoch, "position": self.position, "levels": self._levels.state(), "members": members}
-
-    def rates(self) -> list[float]:
-        """Return the known running success rates of values."""
-        return self._levels.rates()
 
     def rates_by_value(self) -> dict[str, float]:
         """Return the known running success rates by value."""

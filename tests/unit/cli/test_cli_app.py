@@ -30,10 +30,18 @@ COMMANDS = (
     "view",
     "audit",
     "envs",
-    "timeline",
     "version",
 )
-PLUGGED_IN = ("check-env", "check-sandbox", "convert-config", "convert-gguf", "export-env", "init", "report")
+PLUGGED_IN = (
+    "check-env",
+    "check-sandbox",
+    "convert-config",
+    "convert-gguf",
+    "export-env",
+    "init",
+    "report",
+    "timeline",
+)
 """Commands of ``turnwise.ext``."""
 
 

@@ -19,4 +19,4 @@ from turnwise.envs.rewards.matching import normalize as normalize
 from turnwise.envs.rewards.matching import parse_number as parse_number
 from turnwise.envs.rewards.model import RewardModel as RewardModel
 from turnwise.envs.rewards.registry import register_reward as register_reward
-from turnwise.envs.rewards.symbolic import Symbolic as Symbolic
+from turnwise.ext.environments.math.symbolic import Symbolic as Symbolic

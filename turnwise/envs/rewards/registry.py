@@ -22,7 +22,6 @@ REWARDS: dict[str, Callable[..., Any] | str] = {
     "regex": f"{_HERE}.matching:Regex",
     "json_schema": f"{_HERE}.matching:JSONSchema",
     "numeric": f"{_HERE}.matching:Numeric",
-    "symbolic": f"{_HERE}.symbolic:Symbolic",
     "reward_model": f"{_HERE}.model:RewardModel",
     "judge": f"{_HERE}.judge:Judge",
     "rank_by": f"{_HERE}.groups:RankBy",

@@ -13,12 +13,11 @@ import pydantic_core
 
 from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, TemplateOptions
 from turnwise.gateway.errors import LENIENT, ApiError, Lenient
-from turnwise.model.canonical import Canonical, TemplateArguments
+from turnwise.model.core import Renderer
 from turnwise.types import Guide, Message, SamplingParams, TokenIds, ToolCall, ToolSchema, text_of
 
 if TYPE_CHECKING:
     from turnwise.chat.formats.live import LiveTurn
-    from turnwise.model.core import Renderer
 
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
@@ -244,26 +243,8 @@ def _begins_json(text: str) -> bool:
 
 
 @runtime_checkable
-class Reader(Protocol):
-    """The part of a renderer used to parse turns."""
-
-    stop_ids: frozenset[int]
+class Reader(Renderer, Protocol):
+    """A renderer that also parses turns while they are sampled."""
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> LiveTurn:
         """Return the incremental parser of a completion."""
-
-    def decode(self, token_ids: TokenIds) -> str:
-        """Return the text of ids."""
-
-    def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Return the whole prompt."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Template arguments that a conversation may set."""
-
-    def takes(self, name: str, value: Any) -> bool:
-        """Return whether a template argument may have this value."""
-
-    def under(self, arguments: TemplateArguments) -> Renderer:
-        """Return the renderer for these template arguments."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import shown
 from turnwise.gateway.errors import invalid, unsupported
 from turnwise.model.canonical import EFFORT, SWITCHES
+
+if TYPE_CHECKING:
+    from turnwise.model.core import Renderer
 
 _FIELD = "chat_template_kwargs"
 _NO_EFFORT = "none"
@@ -37,17 +40,6 @@ class TemplateOptions:
 NO_TEMPLATE_OPTIONS = TemplateOptions()
 
 
-class TemplateSupport(Protocol):
-    """The part of a renderer that describes its template arguments."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Arguments that a conversation may set."""
-
-    def takes(self, name: str, value: Any) -> bool:
-        """Return whether an argument may have this value."""
-
-
 def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any = None) -> TemplateOptions:
     """Return the options of a body. Raises ApiError if ``chat_template_kwargs`` is not an object."""
     if not effort and thinking is None and kwargs is None:
@@ -57,7 +49,7 @@ def read_template_options(effort: str, thinking: bool | None = None, kwargs: Any
     return TemplateOptions(effort, thinking, kwargs or {})
 
 
-def template_args(options: TemplateOptions, renderer: TemplateSupport) -> dict[str, Any]:
+def template_args(options: TemplateOptions, renderer: Renderer) -> dict[str, Any]:
     """Return the template arguments of a request. Raises ApiError for one that the template does not take."""
     if options is NO_TEMPLATE_OPTIONS:
         return {}

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Final
 from turnwise.envs.core import ResetResult, Score, Solution
 from turnwise.envs.rewards.core import Rubric
 from turnwise.envs.rewards.matching import Numeric, extract_answer, parse_number
-from turnwise.envs.rewards.symbolic import Symbolic
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
 from turnwise.ext.environments.math.generated import generated_rows
+from turnwise.ext.environments.math.symbolic import Symbolic
 from turnwise.tasks import SourceConfig, Task, iter_tasks
 from turnwise.tools.arithmetic import evaluate, write_number
 from turnwise.tools.core import function_tool

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from turnwise.envs import SingleTurnEnv, reset_env, score_env
-from turnwise.envs.rewards import Part, Rubric, Symbolic, symbolic
+from turnwise.envs.rewards import Part, Rubric, Symbolic
 from turnwise.envs.rewards.core import ready_part
 from turnwise.errors import ConfigError, EnvError, MissingExtraError
+from turnwise.ext.environments.math import symbolic
 from turnwise.tasks import Task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,8 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.timeline import Part, Span, Timeline, Window, draw_text, read_timeline, trace_json
+from turnwise.ext.report.timeline import Part, Span, Window, draw_text, read_timeline, trace_json
+from turnwise.trainer.observe.timeline import Timeline
 
 # Two groups, of which the second reaches into the update of step 1; ten seconds.
 PART = Part(0, "separate_async", 0.0, [
