@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,18 +56,12 @@ class SessionApp(ABC):
         sessions: All sessions.
         admin_key: Controllers' ``Authorization: Bearer KEY``.
         context_length: Maximum tokens of prompt plus completion.
-
-    Attributes:
-        answering: Number of agent requests in flight.
-        when_idle: Called when the last of them was answered.
     """
 
     def __init__(self, sessions: Sessions, *, admin_key: str, context_length: int) -> None:
         self.sessions = sessions
         self._admin_key = admin_key
         self._context_length = context_length
-        self.answering = 0
-        self.when_idle: Callable[[], None] | None = None
 
     @abstractmethod
     async def _route(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -145,7 +139,6 @@ class SessionApp(ABC):
             raise ApiError(429, f"{len(running)} requests of this session are being answered", retry_after=1)
         task, seconds = exchange.task, self.sessions.limits.request_seconds
         running.add(task)
-        self.answering += 1
         entry.used = time.monotonic()
         deadline = Deadline(task, seconds)
         try:
@@ -161,10 +154,6 @@ class SessionApp(ABC):
             deadline.close()
             running.discard(task)
             entry.used = time.monotonic()
-            self.answering -= 1
-            if not self.answering and self.when_idle is not None:
-                # Event loops write what they were given before they call what comes next.
-                task.get_loop().call_soon(self.when_idle)
 
     async def _control(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
         method = exchange.method

@@ -1,8 +1,4 @@
-"""The gateway process (``python -m turnwise.gateway.server``), its garbage collector and its handle.
-
-Requests and sessions leave no reference cycles, so Python's collector would find nothing under load; the few cycles of
-connections and foreign code are collected when idle, or when there may be many.
-"""
+"""The gateway process (``python -m turnwise.gateway.server``) and its handle."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,54 +39,7 @@ from turnwise.trajectory_file import TRAJECTORIES
 from turnwise.types import SamplingParams
 
 _log = logging.getLogger("turnwise.gateway")
-_SECONDS = 1.0
-_MIN_OBJECTS = 200_000
-
-
-class GarbageCollector:
-    """Replaces Python's automatic collection while started; at least ``least`` new objects between collections."""
-
-    def __init__(self, busy: Callable[[], bool], *, minimum: int = _MIN_OBJECTS) -> None:
-        self._busy = busy
-        self._minimum = minimum
-        self._remaining = 0
-        self._has_frozen = False
-
-    def start(self) -> None:
-        """Take over; existing objects (code and settings) are frozen, unless the program has frozen its own."""
-        self._has_frozen = not gc.get_freeze_count()
-        if self._has_frozen:
-            gc.collect()
-            gc.freeze()
-        gc.disable()
-
-    def stop(self) -> None:
-        """Restore automatic collection."""
-        if self._has_frozen:
-            gc.unfreeze()
-        gc.enable()
-
-    async def run(self) -> None:
-        """Look every second, until cancelled, in case the gateway is never idle."""
-        while True:
-            await asyncio.sleep(_SECONDS)
-            self.collect_if_due()
-
-    def collect_if_due(self) -> None:
-        """Collect if due; also called whenever the gateway becomes idle.
-
-        Due once the objects have doubled since the last collection (about 1 microsecond each), while busy once they
-        have grown fivefold.
-        """
-        created = gc.get_count()[0]
-        due = max(self._remaining, self._minimum)
-        if created < due or (created < 4 * due and self._busy()):
-            return
-        collected = gc.collect()
-        self._remaining = len(gc.get_objects())
-        _log.debug("collected %d objects, %d remain", collected, self._remaining)
-
-
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000
 _MIN_KEY_LENGTH = 16
 
 
@@ -128,12 +77,10 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         stack.callback(sweeper.cancel)
         _log.info("controllers need the admin key, which is in %s", config.out / "admin.key")
         what = f"the gateway of {config.url or config.model}"
-        collector = GarbageCollector(lambda: app.answering > 0)
-        app.when_idle = collector.collect_if_due
-        collector.start()
-        stack.callback(collector.stop)
-        collecting = asyncio.create_task(collector.run())
-        stack.callback(collecting.cancel)
+        # Requests and sessions leave no reference cycles: collections pass over what was loaded, and are seldom.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         limits = config.limits
         protocol = guarded(limits.connections, limits.head_bytes, limits.head_seconds, limits.write_seconds)
         guard = Guard(app, config.allowed_hosts)
