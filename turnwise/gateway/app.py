@@ -30,7 +30,7 @@ from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, template_args
 from turnwise.gateway.errors import ApiError, api_error, invalid, missing_route, not_found, too_deep
-from turnwise.gateway.exchange import Deadline, Exchange, reader_of
+from turnwise.gateway.exchange import Exchange, reader_of
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_id, read_settings
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
@@ -140,18 +140,17 @@ class SessionApp(ABC):
         task, seconds = exchange.task, self.sessions.limits.request_seconds
         running.add(task)
         entry.used = time.monotonic()
-        deadline = Deadline(task, seconds)
         try:
-            await self._answer(exchange, entry, dialect, route)
-        except (asyncio.CancelledError, TimeoutError) as error:
-            if isinstance(error, TimeoutError) or deadline.ended():
-                raise ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout") from None
+            async with asyncio.timeout(seconds):
+                await self._answer(exchange, entry, dialect, route)
+        except TimeoutError:
+            raise ApiError(504, f"the request was not answered within {seconds:g} s", code="timeout") from None
+        except asyncio.CancelledError:
             if not entry.closed:
                 raise
             task.uncancel()
             raise not_found("the session ended while this request was answered") from None
         finally:
-            deadline.close()
             running.discard(task)
             entry.used = time.monotonic()
 

@@ -128,30 +128,6 @@ def _stop_string(reader: Reader, params: SamplingParams, sampled: TokenIds, mess
     return max(params.stop, key=text.rfind) if any(stop in text for stop in params.stop) else params.stop[0]
 
 
-class Deadline:
-    """Cancels a task after some seconds unless closed."""
-
-    __slots__ = ("_passed", "_task", "_timer")
-
-    def __init__(self, task: asyncio.Task[Any], seconds: float) -> None:
-        self._task = task
-        self._passed = False
-        self._timer = task.get_loop().call_later(seconds, self._pass)
-
-    def close(self) -> None:
-        """Stop the timer."""
-        self._timer.cancel()
-
-    def ended(self) -> bool:
-        """Return whether the deadline alone cancelled the task, and clear that cancellation."""
-        passed, self._passed = self._passed, False
-        return passed and self._task.uncancel() == 0
-
-    def _pass(self) -> None:
-        self._passed = True
-        self._task.cancel()
-
-
 _log = logging.getLogger(__name__)
 _RETRY_COUNT = b"x-stainless-retry-count"
 """Header in which the SDKs of OpenAI and Anthropic count how often a request was sent before."""
