@@ -23,7 +23,7 @@ from turnwise.engine.vllm_side.turnwise_weight_file import adapter_problems
 from turnwise.errors import FormatError, InferenceError
 from turnwise.model.core import AdapterInfo
 
-_REMEDY = "send one with the architecture, rank and targets of its manifest"
+MISFIT_REMEDY = "send one with the architecture, rank and targets of its manifest"
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -83,7 +83,7 @@ class BaseWeights:
                 f"weights version {version} is an adapter of the model that this server was launched with, but its "
                 "full weights were replaced since: relaunch it, or send full weights"
             )
-        refuse(f"weights version {version}, an adapter,", _problems(served, tensors, adapter), _REMEDY)
+        refuse(f"weights version {version}, an adapter,", _problems(served, tensors, adapter), MISFIT_REMEDY)
         # A parameter made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             named = {f"{target}.weight": target for target in adapter.targets}
@@ -155,7 +155,7 @@ class NamedAdapters:
         """
         assert adapter.name is not None, "the adapter has a name"
         problems = [*_problems(served, tensors, adapter), *self._not_adaptable(served, adapter)]
-        refuse(f"weights version {version} of the adapter {adapter.name!r}", problems, _REMEDY)
+        refuse(f"weights version {version} of the adapter {adapter.name!r}", problems, MISFIT_REMEDY)
         number = self._numbers.get(adapter.name, len(self._numbers) + 1)
         for factors in self._factors.values():
             factors.pop(number, None)

@@ -16,8 +16,6 @@ from pydantic import Field
 from torch import Tensor
 
 from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu
-from turnwise.engine.capacity import machine_memory, model_size
-from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightSender, WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo, WeightManifest
@@ -160,8 +158,7 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
         _check_shareable(path, self._sharding)
         self._bare = False
         self._model = next(_numbers)
-        at_once = loads_at_once(path, len(ranks))
-        self._facts: ModelFacts = self._call("open", config, total_steps, path, self._sharding, values, at_once)
+        self._facts: ModelFacts = self._call("open", config, total_steps, path, self._sharding, values)
 
     @classmethod
     def create(
@@ -287,16 +284,12 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""
-        self._save_model(directory, adapters=False)
+        self._call("save_model", directory, False)
 
     def save(self, directory: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's, and each rank's optimizer state."""
-        self._save_model(directory, adapters=True)
+        self._call("save_model", directory, True)
         self._call("save_state", directory)
-
-    def _save_model(self, directory: Path, *, adapters: bool) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._call("save_model", directory, adapters)
 
     def load(self, directory: Path) -> None:
         """Restore parameters, optimizer state and counters, which any number of ranks may have saved."""
@@ -326,17 +319,6 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
             for _ in range(size)
         ]
         return shares, self._ranks.call(calls)[::size]
-
-
-def loads_at_once(path: Path, ranks: int) -> int:
-    """Return how many ranks read a model at the same time: each holds it whole, until it keeps its shards.
-
-    They may take half of this machine's memory: shards, their optimizer's state and servers are in it too.
-    """
-    size = model_size(model_under(path))
-    if size is None:
-        return ranks
-    return max(1, min(ranks, machine_memory() // 2 // (4 * size.parameters)))
 
 
 def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:

@@ -18,22 +18,21 @@ from typing import Any, TypeVar
 import orjson
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.checkpoint_names import TensorType
+from turnwise.engine.lora import adapter_chain
 from turnwise.engine.weights import WeightSender, WeightStream, write_weight_file
-from turnwise.errors import CheckpointError
+from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import WeightManifest
 from turnwise.placement.devices import CPU
-from turnwise.placement.usage import return_freed_memory
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
@@ -50,10 +49,18 @@ from turnwise.trainer.learn.rank_processes import (
     serve,
     store_at,
 )
-from turnwise.trainer.learn.torch_learner import OPTIMIZER_FILE, SHARDED_FILE, LossTotals, TorchLearner
-from turnwise.trainer.model.lora import LoRA
-from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trainer.learn.torch_learner import (
+    OPTIMIZER_FILE,
+    SHARDED_FILE,
+    LossTotals,
+    TorchLearner,
+    keep_freed_memory,
+)
+from turnwise.trainer.model.blocks import prepare_layers
+from turnwise.trainer.model.lora import bare
+from turnwise.trainer.model.policy import Policy, empty_model, loading, wrap_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
+from turnwise.trainer.model.shards import local_shard, merge_into_shards, read_shards, shard_like
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
 from turnwise.trainer.model.weights import PolicyWeights
 
@@ -70,10 +77,15 @@ class OutOfStep(Exception):
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
-    """Turn whatever is raised in collective operations into :class:`OutOfStep`; the rank's log has the traceback."""
+def in_step(allowed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Turn whatever is raised in collective operations into :class:`OutOfStep`; the rank's log has the traceback.
+
+    What all ranks raise alike is ``allowed``.
+    """
     try:
         yield
+    except allowed:
+        raise
     except Exception as error:  # a failed all-gather, no memory: this rank alone knows of it
         traceback.print_exc()
         raise OutOfStep(f"{type(error).__name__}: {error}") from error
@@ -86,45 +98,45 @@ class _Scoring(nn.Module):
         super().__init__()
         self.model = policy.model
         self.head = head
-        self._policy = policy
+        self.policy = policy
 
-    def forward(self, batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return log-probabilities, entropies and shares of other experts; with a value head, values alone."""
+    def forward(self, batch: MicroBatch | None, *, entropy: bool = False) -> tuple[Tensor | None, ...]:
+        """Return log-probabilities, entropies and shares of other experts; with a value head, values alone.
+
+        Without a batch the model is checked.
+        """
+        if batch is None:
+            self.policy.check()
+            return None, None, None
         if self.head is not None:
-            return self._policy.gather(batch, self.head(self._policy.states(batch))), None, None
-        scores = self._policy.forward(batch, entropy=entropy)
+            return self.policy.gather(batch, self.head(self.policy.states(batch))), None, None
+        scores = self.policy.forward(batch, entropy=entropy)
         return scores.logprobs, scores.entropy, scores.rerouted
 
 
 @cache
-def _sequence_group(size: int) -> SequenceGroup:
-    """Return the own group of so many neighbouring ranks; all ranks have to call it at the same time."""
-    rank, joined = dist.get_rank(), None
-    for first in range(0, dist.get_world_size(), size):
-        # Every rank takes part in making every group.
-        group = dist.new_group(list(range(first, first + size)))
-        if first <= rank < first + size:
-            joined = group
-    assert joined is not None, "the number of ranks is a multiple of the group's size"
-    return SequenceGroup(size, rank % size, joined)
+def _mesh(device: str, *sizes: int) -> DeviceMesh:
+    """Return a mesh of all ranks; all of them have to call it at the same time."""
+    with in_step():
+        return init_device_mesh(device, sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
 
 
 @contextmanager
-def _in_turn(at_once: int) -> Iterator[None]:
-    """Have so many ranks at a time do what is inside; all ranks have to enter it at the same time."""
-    turns, turn = -(-dist.get_world_size() // at_once), dist.get_rank() // at_once
-    if turns == 1:
-        yield
-        return
+def _together(path: Path) -> Iterator[None]:
+    """Have all ranks load a model, or none: raise TrainError in all where one of them could not."""
+    failure: Exception | None = None
     try:
-        with in_step():
-            for _ in range(turn):
-                dist.barrier()
-        yield
-    finally:
-        with in_step():
-            for _ in range(turns - turn):
-                dist.barrier()
+        with loading(path):
+            yield
+    except Exception as error:  # noqa: BLE001 - raised again, once the other ranks know of it
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    with in_step():
+        dist.all_gather_object(failures, None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if others := [text for text in failures if text is not None]:
+        raise TrainError(others[0])
 
 
 def _shard(policy: Policy, head: ValueHead | None, mesh: DeviceMesh, sharding: Sharding) -> Any:
@@ -240,14 +252,6 @@ def _call_in_first(
             pass
 
 
-def _copy_to_shard(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor, which each rank has, to the rank's shard."""
-    if isinstance(target, DTensor):
-        # Without a source rank nothing is sent.
-        source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(source)
-
-
 IDLE = MicroBatch(
     input_ids=torch.zeros((1, 2), dtype=torch.int64),
     position_ids=torch.arange(2)[None],
@@ -272,6 +276,7 @@ class RankModel:
     Attributes:
         policy: The model, sharded.
         root: The module that scores.
+        opener: Loads the shards of the model from another folder.
         optimizer: Its optimizer; None for a model that is not trained.
         weights: Its sharded weights.
         head: Its value head, sharded, if it has one.
@@ -279,39 +284,28 @@ class RankModel:
 
     policy: Policy
     root: Any
+    opener: Callable[[Path], tuple[Any, nn.Module]]
     optimizer: _Optimizer | None
     weights: PolicyWeights
     head: ValueHead | None = None
 
     @classmethod
     def open(
-        cls,
-        device: str,
-        config: PolicyConfig,
-        total_steps: int | None,
-        path: Path,
-        sharding: Sharding,
-        values: bool,
-        at_once: int,
+        cls, device: str, config: PolicyConfig, total_steps: int | None, path: Path, sharding: Sharding, values: bool
     ) -> tuple[RankModel, ModelFacts]:
-        """Load a model, with ``values`` under a value head, and shard it; ``at_once`` ranks hold it whole at a time.
+        """Load the rank's shards of a model, with ``values`` under a value head.
 
         ``total_steps`` is None for one that is not trained.
         """
-        with in_step():
-            mesh = init_device_mesh(device, (dist.get_world_size(),))
-            sequence_group = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
-        with _in_turn(at_once):
-            policy = _load(config.model, path, trained=total_steps is not None)
-            head = open_head(policy.model, path) if values else None
-            # It leaves out the output matrix, which gets no gradient from values.
-            trained = None if head is None else ValueModel(policy.model, head)
-            root = _shard(policy, head, mesh, sharding)
-            return_freed_memory()
-        policy.sequence = sequence_group
+        opener = partial(_load, device, config.model, sharding, trained=total_steps is not None, values=values)
+        root, trained = opener(path)
+        policy: Policy = root.policy
+        if (size := sharding.sequence_parallel) > 1:
+            neighbours = _mesh(device, sharding.ranks // size, size)["inner"]
+            policy.sequence = SequenceGroup(size, neighbours.get_local_rank(), neighbours.get_group())
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         weights = PolicyWeights(policy.model, policy.lora)
-        model = cls(policy, root, optimizer, weights, head)
+        model = cls(policy, root, opener, optimizer, weights, root.head)
         limits = policy.vocab_size, policy.rope_limit
         if (lora := policy.lora) is None:
             return model, ModelFacts(tuple(weights), *limits, None, starts_bare=False)
@@ -361,52 +355,56 @@ class RankModel:
 
     def types(self, dtype: torch.dtype | None) -> dict[str, TensorType]:
         """Return type and shape of what :meth:`export` returns of all parameters, or factors."""
-        if (lora := self.policy.lora) is None:
-            return self.weights.types(dtype)
-        return lora.types()
+        lora = self.policy.lora
+        return self.weights.types(dtype) if lora is None else lora.types()
 
     def export(self, name: str, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
         """Return what servers need of a parameter, or a factor, as whole tensors, in the first rank; else None."""
-        lora = self.policy.lora
-        with in_step():
-            if lora is None:
-                parts = self.weights.parts(name, _gather_tensor, dtype)
-            else:
-                parts = {name: _gather_tensor(dict(lora.tensors())[name])}
-        return {part: tensor.cpu() for part, tensor in parts.items()} if dist.get_rank() == 0 else None
+        parts = self._gather(name, self._factors(), dtype)
+        return parts if dist.get_rank() == 0 else None
 
     def send(self, sender: WeightSender, dtype: torch.dtype | None) -> WeightManifest | None:
         """Call a sender with what servers need, in the first rank, and return its result; None in the others."""
-        tensors = self._whole_weights(dtype) if self.policy.lora is None else self._whole_factors(self.policy.lora)
-        return _call_in_first(sender, WeightStream(self.types(dtype), tensors))
+        return _call_in_first(sender, WeightStream(self.types(dtype), self._gather_all(self._factors(), dtype)))
 
-    def _whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint, adapters merged, on the CPU; all ranks take part in each."""
-        for parameter in self.weights:
-            with in_step():
-                parts = self.weights.parts(parameter, _gather_tensor, dtype)
-            yield from ((name, tensor.cpu()) for name, tensor in parts.items())
+    def _factors(self) -> dict[str, Tensor] | None:
+        lora = self.policy.lora
+        return None if lora is None else dict(lora.tensors())
 
-    def _whole_factors(self, lora: LoRA) -> Iterator[tuple[str, Tensor]]:
-        """Yield the factors of the adapters, on the CPU; all ranks take part in each."""
-        for name, factor in lora.tensors():
-            with in_step():
-                whole = _gather_tensor(factor)
-            yield name, whole.cpu()
+    def _gather(
+        self, name: str, factors: Mapping[str, Tensor] | None, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Return one of the factors, or the checkpoint's tensors of a parameter, adapters merged.
+
+        They are whole and on the CPU; all ranks take part.
+        """
+        with in_step():
+            if factors is None:
+                parts = self.weights.parts(name, _gather_tensor, dtype)
+            else:
+                parts = {name: _gather_tensor(factors[name])}
+        return {part: tensor.cpu() for part, tensor in parts.items()}
+
+    def _gather_all(
+        self, factors: Mapping[str, Tensor] | None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what :meth:`_gather` returns of all factors, or all parameters."""
+        for name in self.weights if factors is None else factors:
+            yield from self._gather(name, factors, dtype).items()
 
     def save_model(self, directory: Path, adapters: bool) -> None:
         """Write the model in Hugging Face format, or only its adapters: the first rank one tensor after another."""
+        directory.mkdir(parents=True, exist_ok=True)
         lora = self.policy.lora
-        first = dist.get_rank() == 0
         if adapters and lora is not None:
-            _call_in_first(partial(lora.save, directory), self._whole_factors(lora))
+            _call_in_first(partial(lora.save, directory), self._gather_all(self._factors()))
         else:
-            stream = WeightStream(self.weights.names.types, self._whole_weights())
+            stream = WeightStream(self.weights.names.types, self._gather_all(None))
             _call_in_first(partial(write_weight_file, directory / _WEIGHTS_FILE), stream)
         head = None
         if self.head is not None:
             head = {name: _gather_tensor(tensor).cpu() for name, tensor in self.head.state_dict().items()}
-        if first:
+        if dist.get_rank() == 0:
             self.policy.save_settings(directory)
             if head is not None:
                 torch.save({"head": head}, directory / HEAD_FILE)
@@ -419,48 +417,62 @@ class RankModel:
         """Read weights and optimizer state of a checkpoint; return the counters."""
         optimizer = self._trained()
         _read_counters(directory)
-        with torch.no_grad():
-            if self.policy.lora is not None:
-                saved: Mapping[str, Tensor] = self.policy.lora.read(directory)
-                for name, tensor in self.policy.lora.tensors():
-                    _copy_to_shard(tensor, saved[name])
-            else:
-                self._load_weights(directory / _WEIGHTS_FILE)
-            if self.head is not None:
-                head = read_state(directory, HEAD_FILE)["head"]
-                for name, tensor in self.head.state_dict(keep_vars=True).items():
-                    _copy_to_shard(tensor, head[name])
+        lora = self.policy.lora
+        if lora is None:
+            self._copy_weights(directory)
+        else:
+            saved = lora.read(directory)
+            for name, tensor in lora.tensors():
+                local_shard(tensor).copy_(shard_like(saved[name], tensor))
         optimizer.load_state(directory)
         return optimizer.steps, dict(optimizer.skipped)
 
-    def _load_weights(self, file: Path) -> None:
-        names = self.weights.names
+    def _copy_weights(self, directory: Path) -> None:
+        """Overwrite the rank's shards with those of a saved model, and of its value head."""
+        if self.head is not None:
+            read_state(directory, HEAD_FILE)
         try:
-            with safe_open(file, framework="pt") as saved:
-                shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
-                if shapes != {name: shape for name, (_, shape) in names.types.items()}:
-                    raise CheckpointError(f"{file} holds no weights for this model: other names or shapes")
-                for parameter, parts in names.parts.items():
-                    whole = names.join(parameter, {name: saved.get_tensor(name) for name in parts})
-                    _copy_to_shard(self.weights.tensor(parameter), whole)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            self.root.load_state_dict(self.opener(directory)[0].state_dict())
+        except (TrainError, RuntimeError) as error:
+            raise CheckpointError(f"checkpoint {directory} holds no weights for this model: {error}") from error
 
     def _trained(self) -> _Optimizer:
         assert self.optimizer is not None, "a model that is not trained has no optimizer"
         return self.optimizer
 
 
-def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
-    policy = load_model(
-        path,
-        compute_dtype=model.compute_dtype,
-        gradient_checkpointing=model.gradient_checkpointing if trained else False,
-        lora=model.lora,
-    )
-    if not trained:
-        policy.model.requires_grad_(False)
-    return policy
+def _load(
+    device: str, model: ModelConfig, sharding: Sharding, path: Path, *, trained: bool, values: bool
+) -> tuple[Any, nn.Module]:
+    """Load the rank's shards of a model; return the module that scores, and the one whose parameters are trained."""
+    # What is gathered while the model is checked goes back to the system: pieces of it would fit nothing later.
+    keep_freed_memory(1 << 20)
+    mesh = _mesh(device, sharding.ranks)
+    with _together(path):
+        base, adapters = adapter_chain(path)
+        policy = wrap_model(empty_model(path), path, model.compute_dtype, model.lora)
+        if trained and model.gradient_checkpointing:
+            prepare_layers(policy.model, checkpointing=model.gradient_checkpointing, compiled=False)
+        if policy.lora is not None:
+            policy.lora.draw()
+        if not trained:
+            policy.model.requires_grad_(False)
+        head = open_head(policy.model, path) if values else None
+        # It leaves out the output matrix, which gets no gradient from values.
+        trained_module = policy.model if head is None else ValueModel(policy.model, head)
+        root = _shard(policy, head, mesh, sharding)
+        with bare(policy.lora):
+            finish = read_shards(policy.model, base, torch.device(CPU if sharding.cpu_offload else device))
+            merge_into_shards(policy.model, adapters)
+    with in_step(), bare(policy.lora):
+        finish()
+    for buffer in policy.model.buffers():
+        buffer.data = buffer.to(device)
+    with in_step(allowed=TrainError), torch.no_grad():
+        root(None)
+        root.reshard()
+    keep_freed_memory()
+    return root, trained_module
 
 
 def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:

@@ -38,8 +38,8 @@ _MOST_KEPT = (1 << 31) - 1
 _DECIDED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 
-def keep_freed_memory() -> bool:
-    """Have the C library reuse freed blocks of up to 1 GiB, for the whole process; return whether it was done.
+def keep_freed_memory(largest: int = _LARGEST_KEPT) -> bool:
+    """Have the C library reuse freed blocks up to a size, for the whole process; return whether it was done.
 
     By default glibc returns blocks above 32 MiB to the system, and every page of the next one is zeroed again. A CPU
     train step reallocates the same tensors and may spend a tenth of its time on that. Peak memory stays the same. Not
@@ -52,7 +52,7 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         # Another C library, or another system.
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
+    return bool(mallopt(_MMAP_THRESHOLD, largest) and mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
 
 
 OPTIMIZER_FILE = "optimizer.pt"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from turnwise.engine.lora import (
 )
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
+from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig
 
 _RANK = 16
@@ -41,9 +43,13 @@ class LoRA:
         continued: Whether they started from saved ones, so that the bare model is not the initial policy.
     """
 
-    def __init__(self, wrapped: Any, rank: int, alpha: float, base: Path, *, continued: bool = False) -> None:
-        """Wrap a model with adapters (:func:`attach` does it), whose weights are those in ``base``."""
-        self.continued = continued
+    def __init__(self, wrapped: Any, rank: int, alpha: float, base: Path, *, path: Path | None = None) -> None:
+        """Wrap a model with adapters (:func:`attach` does it), whose weights are those in ``base``.
+
+        ``path`` is the folder of the saved ones that they start from.
+        """
+        self._path = path
+        self.continued = path is not None
         self._base, self._base_digests = base, base_digests(base)
         self._wrapped = wrapped
         model = wrapped.base_model.model
@@ -61,29 +67,42 @@ class LoRA:
         """Return type and shape of what :meth:`tensors` yields, by name."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors()}
 
-    def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict of the bare model with the adapters merged, given that of the model with adapters."""
-        return {
-            bare_name: self.whole_tensor(name, tensor)
-            for name, tensor in state.items()
-            if (bare_name := self.whole_name(name)) is not None
-        }
+    def draw(self) -> None:
+        """Give factors that have no memory the values that they start from, on the CPU."""
+        with torch.random.fork_rng():
+            torch.manual_seed(_SEED)
+            for layer in self._layers.values():
+                for linear in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
+                    linear.to_empty(device=CPU)
+                    # As when a layer is made: the draws of those after it are the same ones.
+                    linear.reset_parameters()
+                layer.reset_lora_parameters(_NAME, init_lora_weights=True)
+        if self._path is not None:
+            self.load(self._path)
 
-    def whole_name(self, name: str) -> str | None:
-        """Return the name in the bare model of a tensor of the model with adapters; None for a factor."""
-        if ".lora_" in name:
-            return None
-        owner, _, attribute = name.rpartition(".")
-        return f"{owner.removesuffix('.base_layer')}.{attribute}"
+    def whole(self) -> dict[str, Tensor]:
+        """Return the state dict of the bare model with the adapters merged."""
+        with self.removed():
+            state = self._wrapped.base_model.model.state_dict()
+        return {name: self.whole_tensor(name, tensor) for name, tensor in state.items()}
 
     def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Return a tensor of the bare model, the adapter merged; ``gathered`` makes whole tensors of sharded ones."""
-        owner, _, attribute = name.rpartition(".")
-        layer = self._layers.get(owner.removesuffix(".base_layer")) if attribute == "weight" else None
+        layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
             return gathered(tensor)
         factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
         return merged(gathered(tensor), *factors, self.info.scale)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Have the model without its adapters in the context, in which its tensors have the bare model's names."""
+        model = self._wrapped.base_model.model
+        for name, layer in self._layers.items():
+            model.set_submodule(name, layer.base_layer)
+        yield
+        for name, layer in self._layers.items():
+            model.set_submodule(name, layer)
 
     def off(self) -> AbstractContextManager[None]:
         """Return a context in which adapters are disabled."""
@@ -131,6 +150,11 @@ class LoRA:
         return saved
 
 
+def bare(lora: LoRA | None) -> AbstractContextManager[None]:
+    """Return a context in which a model has no adapters; they are None for one that never has."""
+    return nullcontext() if lora is None else lora.removed()
+
+
 def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
     """Put adapters on a model in place, and freeze all other parameters.
 
@@ -149,9 +173,12 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
         if config.path is not None:
             _, rank, alpha = read_settings(config.path)
             read_factors(config.path, base)
-            wrapped = peft.PeftModel.from_pretrained(
-                model, str(config.path), is_trainable=True, autocast_adapter_dtype=False
-            )
+            with warnings.catch_warnings():
+                # Of each factor that goes to a model without memory.
+                warnings.filterwarnings("ignore", "for .*copying from a non-meta parameter")
+                wrapped = peft.PeftModel.from_pretrained(
+                    model, str(config.path), is_trainable=True, autocast_adapter_dtype=False
+                )
             wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
         else:
             alpha = 2.0 * rank if alpha is None else alpha
@@ -169,7 +196,7 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
         key = "targets" if config.path is None else "path"
         raise TrainError(f"model.lora.{key} is {_given(config, key)}: {error}") from error
     wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
-    lora = LoRA(wrapped, rank, alpha, base, continued=config.path is not None)
+    lora = LoRA(wrapped, rank, alpha, base, path=config.path)
     _check(lora, model, config, frozen)
     return lora
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from turnwise.engine.checkpoint_names import CheckpointNames, TensorType
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import FormatError, TrainError
-from turnwise.trainer.model.lora import LoRA
+from turnwise.trainer.model.lora import LoRA, bare
 
 
 class PolicyWeights:
@@ -28,26 +28,22 @@ class PolicyWeights:
             TrainError: They cannot be sent one after the other.
         """
         self._lora = lora
-        # By their names in the bare model: name and tensor as they are.
-        self._tensors: dict[str, tuple[str, Tensor]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        with bare(lora):
+            state = model.state_dict(keep_vars=True)
         seen = set()
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            bare_name = name if lora is None else lora.whole_name(name)
-            if bare_name is not None and id(tensor) not in seen:
+        for name, tensor in state.items():
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
-                self._tensors[bare_name] = name, tensor
+                self._tensors[name] = tensor
         try:
-            self.names = CheckpointNames(model, {name: tensor for name, (_, tensor) in self._tensors.items()})
+            self.names = CheckpointNames(model, self._tensors)
         except FormatError as error:
             raise TrainError(f"model.path: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the parameters in the bare model."""
         return iter(self._tensors)
-
-    def tensor(self, parameter: str) -> Tensor:
-        """Return a parameter's tensor as the model has it."""
-        return self._tensors[parameter][1]
 
     def parts(
         self, parameter: str, gathered: Callable[[Tensor], Tensor] = Tensor.detach, dtype: torch.dtype | None = None
@@ -61,20 +57,20 @@ class PolicyWeights:
             gathered: Makes a whole tensor of a sharded one.
             dtype: What parameters are rounded to; saved buffers are not. None for their own.
         """
-        name, tensor = self._tensors[parameter]
+        tensor = self._tensors[parameter]
         rounds = dtype is not None and isinstance(tensor, nn.Parameter)
         if self._lora is None:
             # A shard is rounded first: half of the bytes are gathered then.
             whole = gathered(tensor.detach().to(dtype) if rounds else tensor)
         else:
-            whole = self._lora.whole_tensor(name, tensor, gathered)
+            whole = self._lora.whole_tensor(parameter, tensor, gathered)
             whole = whole.to(dtype) if rounds else whole
         return self.names.split(parameter, whole)
 
     def types(self, dtype: torch.dtype | None = None) -> dict[str, TensorType]:
         """Return type and shape of each tensor of the checkpoint, as :meth:`parts` makes them."""
         types = dict(self.names.types)
-        for parameter, (_, tensor) in self._tensors.items():
+        for parameter, tensor in self._tensors.items():
             if dtype is not None and isinstance(tensor, nn.Parameter):
                 types |= {part: (dtype, types[part][1]) for part in self.names.parts[parameter]}
         return types

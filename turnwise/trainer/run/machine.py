@@ -99,7 +99,6 @@ def _trainer_needs(
         yield main, MemoryNeed(f"the ranks' {part}", total)
     else:
         yield device, MemoryNeed(f"a rank's share of {part}", total // int(options.get("ranks", 2)))
-        yield main, MemoryNeed("the whole model while a rank loads it", 4 * size.parameters)
 
 
 def _remedies(policy: PolicyConfig, inference: InferenceConfig | None, key: str) -> Iterator[str]:

@@ -224,16 +224,13 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     """Yield what main memory holds of the weights, by part.
 
     New weights travel to servers through a file in shared memory, in the type that servers compute in, adapters in
-    float32; the next version is written before the last one is removed. Each rank of the engine ``fsdp`` loads the
-    whole model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each. By
-    ``layout: colocated`` the engine ``torch`` has weights and optimizer state there while servers sample.
+    float32; the next version is written before the last one is removed. By ``layout: colocated`` the engine ``torch``
+    has weights and optimizer state there while servers sample.
     """
     sharding = sharding_of(config.policy)
     if config.policy.weight_transport.name == "shared_memory":
         count, dtype = sent_numbers(config, shape)
         yield "two versions of the weights on their way to servers", 2.0 * BYTES[dtype] * count
-    if sharding.ranks > 1:
-        yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
     if sharding.cpu_offload:
         states = optimizer_bytes(shape, config.policy.optim)
         yield "shares and optimizer states of all ranks", 8.0 * shape.parameters + states
