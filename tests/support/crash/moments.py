@@ -64,7 +64,8 @@ def listening(server: psutil.Process) -> int | None:
 
 
 def _engine() -> psutil.Process | None:
-    return next((process for process in children("turnwise.engine.server") if listening(process)), None)
+    # A forked server has its parent's command line; no other process below a run takes requests.
+    return next((process for process in children("") if listening(process)), None)
 
 
 def _sandboxes() -> psutil.Process | None:

@@ -33,6 +33,7 @@ from turnwise.trainer.config.train import TrainConfig
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
+    "colocated": {"layout": "colocated"},
     "colocate_async": {"mode": "colocate_async"},
     "separate_async": {"mode": "separate_async", "replay": {"max_staleness": 2, "ahead": 2}, "overlap": {"stream": 2}},
 }
