@@ -279,6 +279,9 @@ def test_update_metrics_combine_updates_by_tokens(model_dir: Models, row: Row) -
     assert merge_metrics["train/loss"] == pytest.approx((4 * first.loss + 10 * second.loss) / 14)
     assert merge_metrics["train/ratio_max"] == max(first.maxima["ratio_max"], second.maxima["ratio_max"])
     assert merge_metrics["train/grad_norm"] == pytest.approx((updates[0][1].grad_norm + updates[1][1].grad_norm) / 2)
+    ratios = [result.update_ratio for _, result in updates[:2]]
+    assert merge_metrics["train/update_ratio"] == pytest.approx(sum(ratios) / 2)
+    assert min(ratios) > 0
     assert merge_metrics["lr/adamw"] == 5e-2
     # The gap is that of equal weights: from before the first update.
     assert merge_metrics["gap/mean"] == first.means["gap_abs"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,7 +117,10 @@ def test_first_adamw_step_by_hand(model_dir: Callable[..., Path]) -> None:
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    OptimizerSet(model, OptimConfig(lr=0.01)).step(0.5)
+    ratio = OptimizerSet(model, OptimConfig(lr=0.01)).step(0.5)
+    # These tensors are small enough that the sample is all of them.
+    before = torch.cat([tensor.flatten() for tensor in initial.values()])
+    assert ratio == pytest.approx(0.005 * math.sqrt(before.numel()) / before.norm().item(), rel=1e-3)
     # The bias-corrected first step of Adam has size lr * g / |g| = 0.005.
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, initial[name] - 0.005, atol=1e-6, rtol=0)

@@ -47,11 +47,13 @@ class StepResult:
         grad_norm: Global gradient norm before clipping; 0 without gradients.
         learning_rates: Of each optimizer (``adamw``, ``muon``) in this step.
         skipped: Why nothing was updated (``no_gradient``, ``non_finite``), or None.
+        update_ratio: Norm of the change over that of the weights, of a sample of them; None where it was not measured.
     """
 
     grad_norm: float
     learning_rates: dict[str, float]
     skipped: str | None = None
+    update_ratio: float | None = None
 
 
 class EngineProcesses(Protocol):

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
+_SAMPLED = 4096
+"""Elements of a tensor, at most, that tell how far a step moves the weights."""
 _MUON_MOMENTUM = 0.95
 """Muon's momentum coefficient (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
 
@@ -141,13 +144,22 @@ class OptimizerSet:
             self.names.append([*decayed, *vectors])
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
-    def step(self, factor: float) -> None:
-        """Update all parameters with learning rates scaled by ``factor``, and zero the gradients."""
+    def step(self, factor: float) -> float:
+        """Update all parameters by learning rates times ``factor``, zero the gradients; return the update ratio."""
+        weights = self._sampled_weights()
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             optimizer.step()
         self.zero_grad()
+        return float((self._sampled_weights() - weights).norm() / weights.norm().clamp(min=1e-30))
+
+    def _sampled_weights(self) -> Tensor:
+        """Return evenly spaced elements of each parameter (of a sharded one, of the shard here), as one new tensor."""
+        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        parameters = [parameter.detach() for parameters in groups for parameter in parameters]
+        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]
+        return torch.cat([shard.flatten()[:: 1 + shard.numel() // _SAMPLED].float() for shard in shards])
 
     def zero_grad(self) -> None:
         """Zero the gradients."""

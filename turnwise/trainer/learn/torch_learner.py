@@ -175,8 +175,8 @@ class TorchLearner(Learner):
             self._skip_bad_step(norm)
             return StepResult(norm, rates, "non_finite")
         self._bad_steps = 0
-        self._optimizers.step(factor)
-        return StepResult(norm, rates)
+        ratio = self._optimizers.step(factor)
+        return StepResult(norm, rates, update_ratio=ratio)
 
     def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
         """Clip gradients by their global norm, and return it."""

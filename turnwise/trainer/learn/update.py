@@ -196,6 +196,8 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
         metrics["train/non_finite_updates"] = float(non_finite)
     if done:
         metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
+    if ratios := [result.update_ratio for result in done if result.update_ratio is not None]:
+        metrics["train/update_ratio"] = math.fsum(ratios) / len(ratios)
     if updates:
         metrics |= {f"lr/{name}": rate for name, rate in updates[-1][1].learning_rates.items()}
     trained = [stats for stats, _ in updates if stats.tokens]
