@@ -58,16 +58,22 @@ def attention(
 
 
 class GeometryProbe:
-    """Attention plan of one probing forward, which records what the layers store."""
+    """Attention plan of one probing forward, which records what the layers store.
+
+    Attributes:
+        windows: The sliding windows that they attend with.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int]] = {}
+        self.windows: set[int | None] = set()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Record the shapes; return zeros of the right shape."""
-        del scale, window
+        """Record shapes and window; return zeros of the right shape."""
+        del scale
+        self.windows.add(window)
         if layer in self.seen:
             raise ValueError(f"layer {layer} attends twice in one forward pass")
         self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2])

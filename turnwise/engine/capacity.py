@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -90,6 +90,16 @@ def rope_limit(settings: Mapping[str, Any]) -> RopeLimit | None:
         if kind in ("dynamic", "longrope") and tokens is not None:
             limits.append(RopeLimit(kind, int(tokens)))
     return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def unseen_window(settings: Mapping[str, Any], windows: Collection[int | None]) -> int | None:
+    """Return the sliding window of a model by its ``config.json`` where none of its layers attended with it."""
+    window = settings.get("sliding_window")
+    kinds = settings.get("layer_types") or ("sliding_attention",)
+    longest = settings.get("max_position_embeddings") or window
+    if not window or window in windows or "sliding_attention" not in kinds or window >= longest:
+        return None
+    return int(window)
 
 
 def machine_memory() -> int:

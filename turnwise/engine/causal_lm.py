@@ -28,7 +28,7 @@ from turnwise.engine.attention import (
     prefill_blocks,
 )
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
-from turnwise.engine.capacity import machine_memory, rope_limit
+from turnwise.engine.capacity import machine_memory, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
@@ -378,6 +378,8 @@ class CausalLM:
         try:
             with torch.inference_mode():
                 self.forward(token_ids, np.arange(2), probe, np.arange(1))
+            if (window := unseen_window(self._config.to_dict(), probe.windows)) is not None:
+                raise ValueError(f"its sliding window of {window} tokens is in its mask alone")
             return probe.geometry()
         except (TypeError, ValueError) as error:
             raise InferenceError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine.families import save_family
 from support.engine.tiny_lm import make_model, save_model
 from turnwise.engine.attention import PoolPlan, StepPlan, prefill_blocks
 from turnwise.engine.batching.kv_cache import KVPool
@@ -129,6 +130,28 @@ def test_server_trainer_peft_and_merged_model_agree(
         logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
     theirs = logits.gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
     assert float((theirs[-len(expected) :] - expected).abs().max()) < 1e-4
+
+
+def test_default_adapters_of_a_mixture_leave_its_experts_out_and_say_so(
+    rows: list[TrainRow], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = learner_of(save_family("qwen3_moe", tmp_path))
+    assert {target.rpartition(".")[2] for target in learner.adapter.targets} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "have 0.33 of the numbers in the model's matrices: the others, such as model.layers.0.mlp.exp" in caplog.text
+    assert not torch.equal(logprobs(learner, rows), logprobs(trained(learner, rows), rows))
+
+
+def test_a_target_whose_matrix_is_used_without_calling_it_is_refused(base: Path, monkeypatch: Any) -> None:
+    def borrowed(self: Any, states: torch.Tensor) -> torch.Tensor:
+        gate = torch.nn.functional.linear(states, self.gate_proj.weight)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(states))
+
+    monkeypatch.setattr("transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward", borrowed)
+    with pytest.raises(
+        TrainError, match=r"targets holds model\.layers\.0\.mlp\.gate_proj, whose matrix .* without call"
+    ):
+        learner_of(base)
+    learner_of(base, {"targets": ["q_proj"]})
 
 
 def test_packing_is_exact_with_trained_adapters(base: Path, rows: list[TrainRow]) -> None:

@@ -337,6 +337,7 @@ def packed_attention(
     """
     del module, dropout
     layout = _layout_of(query, attention_mask, kwargs)
+    layout.windows.add(sliding_window)
     window = None if sliding_window is None or sliding_window >= layout.longest_path else sliding_window
     if torch.is_autocast_enabled(query.device.type):
         # What scaled_dot_product_attention would do; rotary embeddings leave queries and keys in float32.

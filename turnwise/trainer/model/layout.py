@@ -79,6 +79,7 @@ class PackedLayout:
         block_masks: Cache of :func:`turnwise.trainer.model.attention.block_mask` by window, shared by all layers.
         sequence: The ranks that share the row's tokens; None where one rank computes them all.
         varlen: Whether segments without ancestors are attended to by torch's kernel for rows of any length.
+        windows: The sliding windows of the layers that have attended.
     """
 
     segments: tuple[tuple[int, int, int], ...]
@@ -88,6 +89,7 @@ class PackedLayout:
     block_masks: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
     sequence: SequenceGroup | None = None
     varlen: bool = False
+    windows: set[int | None] = field(default_factory=set, repr=False, compare=False)
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device, sequence: SequenceGroup | None = None) -> PackedLayout:

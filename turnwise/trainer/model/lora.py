@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,13 @@ from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig
 
 _RANK = 16
+_LEAST_SHARE = 0.5
+"""Of the numbers in a model's matrices: where adapters change fewer, it is said."""
 # Of each adapter's first factor; the second starts at zero, so that no run depends on it much.
 _SEED = 0
 _NAME = "default"
+
+_log = logging.getLogger(__name__)
 
 
 class LoRA:
@@ -108,6 +114,28 @@ class LoRA:
         """Return a context in which adapters are disabled."""
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Check that a forward pass in the context calls each adapted layer that its parent computes with.
+
+        Raises TrainError where one only lends its matrix: an adapter would change saved weights and nothing else.
+        """
+        called, hooks = set[str](), []
+        for name in self._layers:
+            for module in (name, name.rpartition(".")[0]):
+                note = partial(_note_call, called, module)
+                hooks.append(self._wrapped.base_model.model.get_submodule(module).register_forward_pre_hook(note))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if idle := [name for name in self._layers if name not in called and name.rpartition(".")[0] in called]:
+            raise TrainError(
+                f"model.lora.targets holds {idle[0]}, whose matrix the model uses without calling the layer, so that "
+                "an adapter on it would do nothing: name targets without it"
+            )
 
     def save(self, directory: Path, factors: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Write them in peft's format: ``PeftModel.from_pretrained`` reads the directory.
@@ -189,6 +217,8 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
                 task_type="CAUSAL_LM",
                 base_model_name_or_path=str(base.absolute()),
             )
+            if config.targets is None:
+                settings.target_modules = set(_linear_layers(settings, model))
             with torch.random.fork_rng():
                 torch.manual_seed(_SEED)
                 wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
@@ -201,6 +231,28 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
     return lora
 
 
+def _linear_layers(settings: Any, model: Any) -> list[str]:
+    """Return the names of the linear layers but the output matrix. Raises ValueError where there are none.
+
+    Not of experts that transformers has fused: peft would adapt them as one parameter, which servers do not load.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(settings, model, None)
+    settings.target_parameters, settings.rank_pattern, settings.alpha_pattern = None, {}, {}
+    endings = settings.target_modules
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module).forward is torch.nn.Linear.forward
+        and module is not model.get_output_embeddings()
+        and (isinstance(endings, str) or name.rpartition(".")[2] in endings)
+    ]
+    if not names:
+        raise ValueError("the model has none that is a torch.nn.Linear")
+    return names
+
+
 def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None:
     """Reject adapters that servers cannot load: on other than plain linear layers, or on tied embeddings."""
     adapted = {name for name, module in model.named_modules() if _is_tuned(module)}
@@ -210,6 +262,19 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
     if tables or other:
         what = f"{tables[0]} is the output matrix" if tables else f"{other[0]} is not a linear layer"
         raise TrainError(f"model.lora.targets is {_given(config, 'targets')}: {what}, which cannot be a target")
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and ".lora_" not in name and id(parameter) not in frozen
+    }
+    share = sum(matrix.numel() for matrix in matrices.values()) / sum(sizes.values())
+    if config.targets is None and share < _LEAST_SHARE:
+        _log.warning(
+            "model.lora.targets is all linear layers, which have %.2g of the numbers in the model's matrices: the "
+            "others, such as %s, stay as they are; train all weights (remove model.lora) to change them",
+            share,
+            max(sizes, key=lambda name: sizes[name]),
+        )
     ends = () if config.targets is None else config.targets
     if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:
         raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}")
@@ -238,6 +303,10 @@ def _peft() -> Any:
     except ImportError as error:
         raise MissingExtraError("peft", "lora", "training low-rank adapters (model.lora)") from error
     return peft
+
+
+def _note_call(called: set[str], name: str, *_: object) -> None:
+    called.add(name)
 
 
 def _is_tuned(module: torch.nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
 from turnwise.engine.accelerator import autocast
-from turnwise.engine.capacity import RopeLimit, rope_limit
+from turnwise.engine.capacity import RopeLimit, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
@@ -98,7 +98,8 @@ class Policy:
 
     def check(self) -> None:
         """Check that the packed forward equals the plain one, and note the routers. Raises TrainError."""
-        with Routers.search(self.model, self.model.config.get_text_config().to_dict()) as routers:
+        watched = nullcontext() if self.lora is None else self.lora.watched()
+        with Routers.search(self.model, self.model.config.get_text_config().to_dict()) as routers, watched:
             check_packable(self.model)
         self.routers = next(iter(routers), None)
 
@@ -380,7 +381,9 @@ def loading(path: str | Path) -> Iterator[None]:
     try:
         with _no_progress_bars():
             yield
-    except (OSError, ValueError, RuntimeError, SafetensorError, FormatError) as error:
+    except TrainError:
+        raise
+    except Exception as error:  # settings and files lead to any code of transformers
         raise TrainError(
             f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
         ) from error
@@ -485,6 +488,16 @@ def check_packable(model: Any) -> None:
         raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise TrainError(f"{name} has no linear output layer, whose logits could be computed in parts")
+    try:
+        _compare_packed(model)
+    except TrainError:
+        raise
+    except Exception as error:  # of a model, called as it may not be meant to be
+        raise TrainError(f"{name} cannot compute packed tokens: {type(error).__name__}: {error}") from error
+
+
+def _compare_packed(model: Any) -> None:
+    name, settings = type(model).__name__, model.config.get_text_config().to_dict()
     device = next(iter(model.parameters())).device
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     ids = (torch.arange(11, device=device) * 7919 + 1).remainder(vocabulary)
@@ -502,7 +515,7 @@ def check_packable(model: Any) -> None:
         output = model.get_decoder()(
             input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
-        transform = LogitTransform.of(model.config.get_text_config().to_dict())
+        transform = LogitTransform.of(settings)
         packed = transform(model.get_output_embeddings()(output.last_hidden_state[0]))
     reference = torch.cat([plain[0], plain[1][3:], plain[2]])
     difference = float((packed - reference).abs().max())
@@ -513,6 +526,11 @@ def check_packable(model: Any) -> None:
         raise TrainError(
             f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), so "
             "attention leaks between segments, or the model transforms its logits in an unsupported way"
+        )
+    if (window := unseen_window(settings, layout.windows)) is not None:
+        raise TrainError(
+            f"{name} bounds its attention to {window} tokens (sliding_window in config.json) by a mask alone, which "
+            "packed training cannot follow: longer rows would be wrong"
         )
 
 
