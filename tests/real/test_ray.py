@@ -338,20 +338,46 @@ def test_a_submitted_job_trains_on_a_node(model: Path, tmp_path: Path) -> None:
         cluster.close()
 
 
-async def test_weights_reach_a_node_of_another_machine(cluster: ThreeNodes, tmp_path: Path) -> None:
+async def test_weights_reach_a_node_of_another_machine_whole_and_then_what_changed(
+    cluster: ThreeNodes, tmp_path: Path
+) -> None:
     from turnwise.placement.ray_hosts import ProcessHost, RayProcess
+
+    def version(number: int, content: bytes) -> Path:
+        file = tmp_path / f"version-{number}.safetensors"
+        file.write_bytes(content)
+        return file
+
+    async def delivered(file: Path) -> int:
+        """Deliver a file and compare it; return the bytes that were sent."""
+        before = process.delivered_bytes
+        path = await process.deliver(file)
+        assert path != file
+        assert path.read_bytes() == file.read_bytes()
+        return process.delivered_bytes - before
+
+    def host() -> Any:
+        return ray.remote(ProcessHost).options(num_cpus=0, max_concurrency=8).remote()
 
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     try:
-        actor = ray.remote(ProcessHost).options(num_cpus=0, max_concurrency=8).remote()
-        process = RayProcess(actor, (1, "192.0.2.1"), lambda: None)
-        file = tmp_path / "version-3.safetensors"
-        file.write_bytes(random.Random(0).randbytes(1_000_003))
-        assert await process.deliver(file) == file
+        process = RayProcess(host(), (1, "192.0.2.1"), lambda: None)
+        content = bytearray(random.Random(0).randbytes(1_000_003))
+        first = version(3, content)
+        assert await process.deliver(first) == first
         process.there = "another machine"
-        there = await process.deliver(file)
-        assert there != file
-        assert there.read_bytes() == file.read_bytes()
+        assert await delivered(first) == len(content)
+        content[1000:200_000:2000] = bytes(100)
+        second = version(4, content)
+        assert 0 < await delivered(second) < 0.02 * len(content)
+        # A version that was sent is not sent again, one whose last version is gone or has another size is sent whole.
+        assert await delivered(second) == 0
+        second.unlink()
+        assert await delivered(version(5, content)) == len(content)
+        assert await delivered(version(6, content[:-2])) == len(content) - 2
+        # So is the first one to a node that has none.
+        process._actor = host()
+        assert await delivered(version(7, content[:-2])) == len(content) - 2
         process.release()
     finally:
         ray.shutdown()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -22,12 +23,12 @@ from ray.util import get_node_ip_address
 
 from turnwise.model.core import MemoryUse
 from turnwise.placement.core import PlacedProcess, Placement, Program, RankHosts
+from turnwise.placement.file_delta import FilePart, FileVersion, changed_parts, whole_file
 from turnwise.placement.local import LocalPlacement, LocalProcess, remove_orphans
 from turnwise.placement.ray_cluster import RayCluster, Slot, lost_actor
 
 _AGAIN = 0.5
 """Seconds before an actor is tried again whose node has just been lost."""
-_PART = 64 * 2**20
 _SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _PREFIX = "turnwise-weights-"
 
@@ -62,22 +63,33 @@ class ProcessHost:
         """Return what tells this machine from others, for as long as it runs."""
         return machine_id()
 
-    async def receive(self, name: str, at: int, part: bytes) -> str:
-        """Write a part of a file into shared memory of this machine; return the file's path.
+    async def begin(self, name: str, older: str | None) -> str | None:
+        """Make a file in shared memory of this machine, empty or a copy of an older one; return its path.
 
-        With the first part of a file all others but the last one are removed.
+        All others but the last one, which is read, are removed. None: the older one is not here.
         """
         if self._files is None:
             remove_orphans(_SHARED, _PREFIX)
             self._files = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED))
-        path = self._files / name
-        if at == 0:
-            for older in sorted(self._files.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-1]:
-                older.unlink()
-        with path.open("r+b" if at else "wb") as file:
-            file.seek(at)
-            file.write(part)
+        path, last = self._files / name, None if older is None else self._files / older
+        if last is not None and not last.is_file():
+            return None
+        if last == path:
+            return str(path)
+        for outdated in sorted(self._files.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-1]:
+            if outdated != last:
+                outdated.unlink()
+        # A server that maps a file of this name keeps its pages.
+        path.unlink(missing_ok=True)
+        if last is None:
+            path.touch()
+        else:
+            await asyncio.to_thread(shutil.copyfile, last, path)
         return str(path)
+
+    async def receive(self, path: str, start: int, distances: bytes, content: bytes) -> None:
+        """Write a part into a file that was begun; see :class:`FilePart`."""
+        await asyncio.to_thread(FilePart(start, distances, content).write, Path(path))
 
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its process group."""
@@ -98,7 +110,10 @@ class RayProcess(PlacedProcess):
 
     Attributes:
         there: What tells its machine from others; None until it was asked.
+        delivered_bytes: Bytes of files sent to it so far.
     """
+
+    delivered_bytes = 0
 
     def __init__(self, actor: Any, started: tuple[int, str], release: Callable[[], None]) -> None:
         self.pid, self.host = started
@@ -106,6 +121,8 @@ class RayProcess(PlacedProcess):
         self._actor = actor
         self._release = release
         self.there: str | None = None
+        # The last one of each folder.
+        self._delivered: dict[Path, FileVersion] = {}
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -136,22 +153,30 @@ class RayProcess(PlacedProcess):
             self._actor.signal.remote(int(number))
 
     async def deliver(self, file: Path) -> Path:
-        """Send a file to the process's machine, part by part, unless that is this one. Raises PlacementError."""
+        """Send a file to the process's machine, unless that is this one: what changed since the last of its folder.
+
+        It is sent whole where the last one is missing here or there, or has another size. Raises PlacementError.
+        """
         try:
             if self.there is None:
                 self.there = str(await self._actor.machine.remote())
             if self.there == machine_id():
                 return file
             # Versions of several policies have the same names, each in its own folder here.
-            name = f"{file.parent.name}-{file.name}"
-            path, at = "", 0
-            with file.open("rb") as source:
-                while part := await asyncio.to_thread(source.read, _PART):
-                    path = await self._actor.receive.remote(name, at, part)
-                    at += len(part)
+            name, folder = f"{file.parent.name}-{file.name}", file.parent
+            parts, path = whole_file(file), None
+            last = self._delivered.pop(folder, None)
+            if last is not None and last.precedes(file):
+                path = await self._actor.begin.remote(name, f"{file.parent.name}-{last.path.name}")
+                parts = parts if path is None else changed_parts(last.path, file)
+            path = path or await self._actor.begin.remote(name, None)
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                self.delivered_bytes += part.nbytes
+                await self._actor.receive.remote(path, part.start, part.distances, part.content)
         except RayError as error:
             raise lost_actor(f"the host of process {self.pid}", error) from error
-        return Path(path)
+        self._delivered[folder] = FileVersion.of(file)
+        return Path(str(path))
 
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its process group; 0 if its node was lost."""
