@@ -103,8 +103,8 @@ async def launched(replica: ServerReplica) -> AsyncIterator[None]:
 def change(weights: PolicyWeights) -> None:
     """Change one element of every parameter by more than a rounding."""
     with torch.no_grad():
-        for name in weights:
-            weights.tensor(name).view(-1)[-1] += 1.0
+        for _, tensor in weights.read():
+            tensor.view(-1)[-1] += 1.0
 
 
 def read(tensors: list[torch.Tensor]) -> None:

@@ -161,7 +161,7 @@ class CausalLM:
                 str(base), config=config, dtype=dtype, attn_implementation=self._attention(IMPLEMENTATION)
             )
             merge_adapters(model, adapters)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, FormatError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, FormatError) as error:
             raise InferenceError(f"the model {str(path)!r} cannot be loaded: {error}") from error
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._config: Any = self._model.config.get_text_config()

@@ -38,7 +38,7 @@ _RESERVED_ARGUMENTS = (
     "model", "model-path", "served-model-name", "host", "port", "dtype", "device", "context-length",
     "max-running-requests", "max-total-tokens", "chunked-prefill-size", "disable-radix-cache", "sampling-defaults",
     "weight-version", "enable-metrics", "log-level", "tp-size", "tensor-parallel-size", "stream-output",
-    "incremental-streaming-output", "api-key", "admin-api-key",
+    "incremental-streaming-output", "api-key", "admin-api-key", "quantization",
 )  # fmt: skip
 _COUNTERS = {
     "requests": "sglang:num_requests",

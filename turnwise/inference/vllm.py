@@ -52,7 +52,7 @@ _RESERVED_ARGUMENTS = (
     "max-num-batched-tokens", "enable-prefix-caching", "no-enable-prefix-caching", "enable-scale-out", "logprobs-mode",
     "worker-extension-cls", "generation-config", "log-level", "uvicorn-log-level", "tensor-parallel-size",
     "kv-cache-memory-bytes", "weight-transfer-config", "enable-lora", "max-lora-rank", "max-loras", "max-cpu-loras",
-    "lora-modules",
+    "lora-modules", "quantization",
 )  # fmt: skip
 _COUNTERS = {
     "requests": "vllm:request_success",

@@ -50,14 +50,18 @@ class DevicePhases:
         Raises:
             InferenceError: A server died more often than ``inference.max_restarts``.
         """
-        if not self._colocated or self.asleep:
+        if not self._colocated:
             return
-        await self._measure("rollout_end")
-        self.asleep = True
-        for together in serving_together(self._policies):
-            await together[0].fleet.with_recovery(partial(_sleep, together))
+        awake = not self.asleep
+        if awake:
+            await self._measure("rollout_end")
+            self.asleep = True
+            for together in serving_together(self._policies):
+                await together[0].fleet.with_recovery(partial(_sleep, together))
+        # Also where a transfer failed after it had sent them away.
         await self._thread(lambda: [learner.onload() for learner in learners_of(self._policies)])
-        await self._measure("train_begin")
+        if awake:
+            await self._measure("train_begin")
 
     @contextlib.asynccontextmanager
     async def transfer(self, policies: Sequence[TrainedPolicy]) -> AsyncIterator[None]:

@@ -203,8 +203,8 @@ class Turnwise(WarmPopen):
         return started_by(psutil.Process(self.pid))
 
     def servers(self) -> list[psutil.Process]:
-        """Return the inference servers that it started."""
-        return [child for child in self.children() if "turnwise.engine.server" in child.cmdline()]
+        """Return the inference servers that it started: those that listen, for forked ones have its command line."""
+        return [child for child in self.children() if child.net_connections(kind="tcp")]
 
 
 def training(config: TrainConfig, *, watched: bool = False) -> Turnwise:

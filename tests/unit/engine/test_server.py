@@ -20,6 +20,8 @@ import pytest
 import pytest_asyncio
 import torch
 
+from support.chat.toy_renderer import ToyRenderer
+from support.engine.families import save_family
 from support.engine.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
 from support.processes.warm import WarmPopen
 from turnwise.engine.weights import write_weights
@@ -29,8 +31,14 @@ from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.guard.turnwise_guard import CONTROL_KEY, KEY_HEADER
 from turnwise.inference.replica import ControlRoutes
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import ModelInfo
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.learner import open_learner
+from turnwise.trainer.run.policies import TrainedPolicy, sync_weights
+from turnwise.trainer.weight_sync import SharedMemoryTransport
 from turnwise.types import SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -504,6 +512,26 @@ async def test_a_server_that_runs_already_is_updated_and_left_running(lm, replic
     finally:
         await attached.close()
         await replica.update_weights(write_weights(lm[0].state_dict().items(), tmp_path / "back", 0))
+
+
+async def test_a_running_server_of_another_model_is_named_with_what_does_not_fit(replica, tmp_path):
+    model = save_family("qwen3", tmp_path / "model")
+    config = TrainConfig.model_validate({
+        "name": "run", "steps": 1, "tasks": "a.b:c", "rollout": {"env": {"name": "lookup"}},
+        "policies": {"main": {"model": {"path": model}}}, "inference": {"url": replica.url},
+    })  # fmt: skip
+    fleet, transport = ReplicaSet(config.inference, model, logs=tmp_path), SharedMemoryTransport()
+    await fleet.launch(updates=())
+    try:
+        client = LedgerClient(fleet.client, tmp_path / "ledger.jsonl")
+        learner = open_learner(config.policy, 1)
+        policy = TrainedPolicy("main", config, ToyRenderer(), learner, None, None, fleet, client, transport)
+        expected = rf"inference\.url is {replica.url}, .*model\.path \({model}\): .*has shape .*: serve that model"
+        with pytest.raises(RequestRefused, match=expected):
+            await sync_weights([policy], 0)
+    finally:
+        transport.close()
+        await fleet.close()
 
 
 async def test_a_server_without_the_routes_of_its_engine_is_refused_before_an_update(lm, replica, tmp_path):

@@ -146,7 +146,9 @@ def test_a_checkpoint_that_names_no_dtype_has_that_of_its_tensors(model: Path) -
     assert served_dtype(model, "bfloat16") == "bfloat16"
 
 
-@pytest.mark.parametrize("argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model"])
+@pytest.mark.parametrize(
+    "argument", ["--port=1", "--logprobs-mode", "--worker_extension_cls=x.Y", "--model", "--quantization"]
+)
 async def test_reserved_arguments_are_refused(argument: str, tmp_path: Path, model: Path) -> None:
     server = EngineServerConfig(python=interpreter(tmp_path, "vllm==0.32.0"), arguments=[argument])
     with pytest.raises(ConfigError, match=f"inference.server.arguments has '{argument}', .*or by training: remove it"):

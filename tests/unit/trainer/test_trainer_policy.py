@@ -296,6 +296,21 @@ def test_a_truncated_weight_file_is_a_named_error(model_dir: Callable[..., Path]
         CausalLM(tmp_path)
 
 
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "mxfp4"])
+def test_quantized_weights_are_refused_by_their_method(
+    model_dir: Callable[..., Path], tmp_path: Path, method: str
+) -> None:
+    shutil.copytree(model_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": method, "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
+    with pytest.raises(TrainError, match=rf"model\.path is .* quantized .*'{method}'\).*dequantized and saved anew"):
+        load_model(tmp_path)
+    if method == "bitsandbytes":
+        with pytest.raises(InferenceError, match=r"cannot be loaded: .*bitsandbytes"):
+            CausalLM(tmp_path)
+
+
 def test_policy_reports_its_device(model_dir: Callable[..., Path]) -> None:
     policy: Policy = load_model(model_dir("qwen3"))
     assert policy.device == torch.device("cpu")

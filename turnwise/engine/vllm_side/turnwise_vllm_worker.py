@@ -181,6 +181,11 @@ class RolloutWorker:
         """Return what is wrong with a weight file, given its manifest as JSON; nothing is changed."""
         config = self.model_runner.model_config
         tied = config.hf_text_config.tie_word_embeddings
+        if config.quantization is not None:
+            return [
+                f"its weights are quantized ({config.quantization}), and those of training are not: start it with an "
+                "unquantized model, without --quantization"
+            ]
         problems: list[str] = find_problems(json.loads(manifest), config.model, tied=tied)
         return problems
 

@@ -120,10 +120,11 @@ class KLGuard:
         kl = config.algorithm.kl
         if kl is None:
             return None
+        moved = kl.model_copy(update={"offload": kl.offload or config.layout == "colocated"})
         return cls(
             kl,
             kl.coef if saved is None else saved,
-            open_reference(kl, config.policy, learner),
+            open_reference(moved, config.policy, learner),
             config.batch,
             config.rollout.temperature,
             config.algorithm.old_logprobs == "recompute",

@@ -244,9 +244,7 @@ async def roll_out(
         TrainError: All groups of ``requests`` were dropped.
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
-    if run.phases.asleep:
-        # A loop of the user's goes on after a step that failed: the servers sample from the weights of the last one.
-        await run.sync_weights()
+    await run.wake_servers()
     await run.hooks.step_begin()
     if requests is None:
         run.scheduler.request_step(group_size=group_size)

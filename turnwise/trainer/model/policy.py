@@ -379,6 +379,7 @@ def load_model(
 def loading(path: str | Path) -> Iterator[None]:
     """Show no progress while a model is loaded, and raise TrainError in the place of what is raised."""
     try:
+        _check_unquantized(model_under(path))
         with _no_progress_bars():
             yield
     except TrainError:
@@ -394,6 +395,16 @@ def wrap_model(model: Any, path: Path, compute_dtype: ComputeDtype, lora: LoRACo
     _make_savable(model.generation_config)
     attached = None if lora is None else attach(model, lora, path)
     return Policy(model.eval(), source=path, compute_dtype=compute_dtype, lora=attached)
+
+
+def _check_unquantized(path: Path) -> None:
+    """Check that the weights of a model directory are numbers that gradients can be added to. Raises TrainError."""
+    if quantization := json.loads((path / "config.json").read_bytes()).get("quantization_config"):
+        raise TrainError(
+            f"model.path is {str(path)!r}, whose weights are quantized (config.json: quantization_config.quant_method "
+            f"is {quantization.get('quant_method')!r}): training needs them in bfloat16 or float32: name the release "
+            "that it was made from, or one that was dequantized and saved anew"
+        )
 
 
 def takes_images(path: Path) -> bool:

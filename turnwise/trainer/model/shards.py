@@ -47,14 +47,9 @@ def read_shards(model: Any, directory: Path, device: torch.device) -> Callable[[
 
     Raises:
         FormatError: The folder has no safetensors files, lacks a parameter or has one of another shape, or its weights
-            are quantized or converted in a way that needs them whole.
+            are converted in a way that needs them whole.
         OSError: A file cannot be read; safetensors' error where it is broken.
     """
-    if (settings := vars(model.config).get("quantization_config")) is not None:
-        raise FormatError(
-            f"{directory} holds weights that are quantized ({settings.get('quant_method')}), which ranks cannot read "
-            "in parts: save the model in bfloat16"
-        )
     parameters = {name for name, _ in model.named_parameters()}
     conversions = get_model_conversion_mapping(model)
     loading = LoadStateDictConfig(

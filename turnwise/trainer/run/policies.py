@@ -15,7 +15,7 @@ from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream, tensor_entries
-from turnwise.errors import ConfigError, InferenceError
+from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference.engines import find_engine
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.model.core import AdapterInfo, LLMClient, Renderer, ServedPolicy, WeightManifest
@@ -263,13 +263,33 @@ async def sync_weights(
             await fleet.pause()
         async with transfer():
             for policy in policies:
-                await policy.publish_weights(version)
+                try:
+                    await policy.publish_weights(version)
+                except RequestRefused as error:
+                    raise _refused_weights(policy, error) from error
         if pause:
             await fleet.resume()
 
     sent_before = sum(policy.transport.sent_bytes for policy in policies)
     await fleet.with_recovery(write)
     return sum(policy.transport.sent_bytes for policy in policies) - sent_before
+
+
+def _refused_weights(policy: TrainedPolicy, error: RequestRefused) -> RequestRefused:
+    """Return the error of servers that refuse a policy's weights, naming what chose either."""
+    model, inference, adapter = policy.config.policy.model, policy.config.inference, policy.learner.adapter
+    if inference.urls:
+        return RequestRefused(
+            f"inference.url is {', '.join(inference.urls)}, but what is served there does not fit model.path "
+            f"({model.path}): {error}: serve that model, or name its servers"
+        )
+    if adapter is not None:
+        return RequestRefused(
+            f"policies.{policy.name}.model.lora: the servers (inference.engine: {inference.engine}) refuse an adapter "
+            f"of rank {adapter.rank} on {', '.join(adapter.targets[:3])}, ...: {error}: choose other targets, a lower "
+            "rank or another engine"
+        )
+    return error
 
 
 def check_layout(config: TrainConfig, host: str) -> None:

@@ -258,6 +258,11 @@ class TrainRun(RunFiles):
             metrics |= league.metrics()
         return metrics
 
+    async def wake_servers(self) -> None:
+        """Have servers that sleep sample from the last step's weights: a loop of the user's resumes after a failure."""
+        if self.phases.asleep:
+            await self.sync_weights()
+
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
         by_fleet = serving_together(self.policies)
@@ -300,6 +305,7 @@ class TrainRun(RunFiles):
         eval_config = self.config.eval
         if eval_config is None or not self.eval_tasks:
             return None
+        await self.wake_servers()
         self.display.report(f"{label}: evaluating {len(self.eval_tasks)} tasks")
         await self.hooks.call("on_validate_begin", partition="val")
         progress = EvalProgress(eval_config, eval_requests(eval_config, self.eval_tasks, label))

@@ -238,5 +238,5 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
         held = dict(weight_parts(shape, config.policy, sharding))
         yield "the trainer's weights and states while servers sample", sum(held.values()) - held["gradients"]
     kl = config.algorithm.kl
-    if kl is not None and kl.offload:
+    if kl is not None and (kl.offload or config.layout == "colocated"):
         yield "the reference between its uses", 4.0 * shape.parameters

@@ -184,7 +184,7 @@ class Plan:
         for part, size in parts.items():
             policy, _, name = part.rpartition(": ")
             moves = self.policies[policy or next(iter(self.policies))].config.policy.engine == "torch"
-            stays = name == "reference" or (name in _KEPT and not moves)
+            stays = name in _KEPT and not moves
             phases["train"] += size * (name not in _SERVED)
             phases["transfer"] += size * (name in _TRANSFERRED or stays)
             phases["rollout"] += size * (name in _SERVED or stays)
