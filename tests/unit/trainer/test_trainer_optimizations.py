@@ -177,7 +177,6 @@ def test_what_cannot_be_used_is_left_out_with_one_line_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(optimizations, "varlen_obstacle", lambda device: None)
-    monkeypatch.setattr(optimizations, "_compiler_obstacle", lambda device: None)
     every: list[Optimization] = ["varlen", "compile", "fused_loss", "bfloat16_weights"]
     assert choose_optimizations(every, CPU, "bfloat16", None) == set(every)
     assert choose_optimizations(None, CPU, "bfloat16", None) == set()

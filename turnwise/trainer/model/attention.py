@@ -284,23 +284,6 @@ LAYOUT_ARGUMENT = "turnwise_layout"
 """The keyword argument of the forward that holds the :class:`PackedLayout`."""
 
 
-class _Collect(torch.autograd.Function):
-    """[P, ...] to [T, ...]. The gradient of padding is set to zero, which keeps it out of keys and values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, gather: Tensor, scatter: Tensor, pads: Tensor) -> Tensor:
-        ctx.save_for_backward(gather, pads)
-        return values.index_select(0, scatter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        gather, pads = ctx.saved_tensors
-        return grad.index_select(0, gather).index_fill_(0, pads, 0.0), None, None, None
-
-
-_collect: Callable[..., Tensor] = _Collect.apply
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -409,7 +392,8 @@ def _by_paths(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, s
             out = _explicit_attention(bq, bk, bv, mask, scoring)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return _collect(dense, layout.dense_queries, layout.scatter, layout.pads)[None]
+    # Padding is left out, and gets no gradient.
+    return dense.index_select(0, layout.scatter)[None]
 
 
 def _path_mask(bucket: Bucket, window: int | None) -> Tensor | None:

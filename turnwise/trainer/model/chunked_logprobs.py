@@ -256,54 +256,47 @@ def _add_tile(
 
 
 _Upstream = tuple[Tensor | None, Tensor | None, Tensor]
-"""Gradients of log-probabilities and entropies, and the entropies."""
+"""Gradients of log-probabilities and entropies, and the entropies, each of shape [N]."""
 
 
 def _tile_gradient(
     raw: Tensor, logs: Tensor | None, normalizer: Tensor | None, local: Tensor, divide: Tensor | None,
     upstream: _Upstream, tiles: _Tiles,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a tile's raw logits, given its log-probabilities or the normaliser."""
-    full = normalizer is None
+    """Return the gradient of a tile's raw logits, given its log-probabilities or the normaliser, as new memory.
+
+    With p the probabilities, H the entropy and e the indicator of the chosen id, that of the scaled logits is ``grad *
+    (e - p) - grad_entropy * p * (log p + H)``. ``local`` are the ids relative to the tile, e being 0 outside of it. For
+    the whole vocabulary torch's own kernel does it in one pass; a fused tile compares for e, which a compiler joins
+    with the rest.
+    """
+    grad, grad_entropy, entropies = upstream
     if normalizer is not None:
         # The result is new memory wherever the raw logits are needed once more.
         logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
     assert logs is not None, "one of both"
-    change = _logit_gradient(logs, local, *upstream, full=full, fused=tiles.fused)
+    change: Tensor
+    if normalizer is None and grad_entropy is None and grad is not None:
+        target_grads = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
+        change = torch.ops.aten._log_softmax_backward_data(target_grads, logs, 1, logs.dtype)
+    else:
+        change = logs.exp()
+        if grad_entropy is not None:
+            slope = (logs + entropies[:, None]).mul_(-grad_entropy[:, None])
+            change.mul_(slope if grad is None else slope.sub_(grad[:, None]))
+        elif grad is not None:
+            change.mul_(-grad[:, None])
+        if grad is not None and tiles.fused:
+            chosen = torch.arange(logs.shape[1], device=logs.device) == local[:, None]
+            change = torch.where(chosen, change + grad[:, None], change)
+        elif grad is not None:
+            in_tile = (local >= 0) & (local < logs.shape[1])
+            chosen = local.clamp(0, logs.shape[1] - 1)[:, None]
+            change.scatter_add_(1, chosen, torch.where(in_tile, grad, 0)[:, None])
     if divide is not None:
         change.div_(divide)
     change = tiles.transform.backward_(change, raw)
-    return change.to(raw.dtype) if tiles.fused and not full else change
-
-
-def _logit_gradient(
-    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor,
-    *, full: bool, fused: bool,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of a tile's scaled logits, as new memory.
-
-    With p the probabilities, H the entropy (shape [N]) and e the indicator of the chosen id: ``grad * (e - p) -
-    grad_entropy * p * (log p + H)``. ``logs`` is log p of shape [N, columns]; ``local`` are the ids relative to the
-    tile, e being 0 outside of it. For the ``full`` vocabulary torch's own kernel does it in one pass. ``fused`` adds e
-    by a comparison, which a compiler joins with the rest.
-    """
-    if grad_entropy is None and full and grad is not None:
-        target_grads = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
-        whole: Tensor = torch.ops.aten._log_softmax_backward_data(target_grads, logs, 1, logs.dtype)
-        return whole
-    change = logs.exp()
-    if grad_entropy is not None:
-        slope = (logs + entropies[:, None]).mul_(-grad_entropy[:, None])
-        change.mul_(slope if grad is None else slope.sub_(grad[:, None]))
-    elif grad is not None:
-        change.mul_(-grad[:, None])
-    if grad is not None and fused:
-        chosen = torch.arange(logs.shape[1], device=logs.device) == local[:, None]
-        change = torch.where(chosen, change + grad[:, None], change)
-    elif grad is not None:
-        in_tile = (local >= 0) & (local < logs.shape[1])
-        change.scatter_add_(1, local.clamp(0, logs.shape[1] - 1)[:, None], torch.where(in_tile, grad, 0)[:, None])
-    return change
+    return change.to(raw.dtype) if tiles.fused and normalizer is not None else change
 
 
 class _GradientSums:

@@ -188,25 +188,12 @@ class PackedLayout:
         return tuple(buckets)
 
     @cached_property
-    def dense_queries(self) -> Tensor:
-        """int64 of shape [P]: packed positions of the dense queries of all ``path_buckets``, concatenated."""
-        return torch.cat([bucket.queries for bucket in self.path_buckets])
-
-    @cached_property
-    def _valid(self) -> Tensor:
-        return torch.cat([bucket.valid for bucket in self.path_buckets])
-
-    @cached_property
-    def pads(self) -> Tensor:
-        """int64: dense positions of padding in ``path_buckets``."""
-        return torch.nonzero(~self._valid).flatten()
-
-    @cached_property
     def scatter(self) -> Tensor:
-        """int64 of shape [T]: dense position of each packed position in ``path_buckets``."""
-        dense = torch.nonzero(self._valid).flatten()
-        positions = torch.empty(self.tokens, dtype=torch.int64, device=self.device)
-        positions[self.dense_queries[dense]] = dense
+        """int64 of shape [T]: place of each packed position in the queries of all ``path_buckets``, concatenated."""
+        queries = torch.cat([bucket.queries for bucket in self.path_buckets])
+        dense = torch.cat([bucket.valid for bucket in self.path_buckets]).nonzero().flatten()
+        positions = torch.empty_like(dense)
+        positions[queries[dense]] = dense
         return positions
 
     def _own(self, number: int) -> _Ints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class CompiledFunction:
             try:
                 return self._compiled(*arguments, **keywords)
             except TorchDynamoException as error:
-                _log.warning("%s is computed without a compiler: %s", self._function.__qualname__, _first_line(error))
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                _log.warning("%s is computed without a compiler: %s", self._function.__qualname__, reason)
                 self._compiled = None
         return self._function(*arguments, **keywords)
 
@@ -75,29 +76,9 @@ def _obstacle(name: Optimization, device: torch.device, compute_dtype: str, unco
         return f"model.compute_dtype is {compute_dtype}"
     if name == "compile" and uncompiled is not None:
         return uncompiled
-    if name in ("compile", "fused_loss"):
-        return _compiler_obstacle(device)
-    return varlen_obstacle(device) if name == "varlen" else None
-
-
-@cache
-def _compiler_obstacle(device: torch.device) -> str | None:
-    """Return why torch cannot compile for a device, by compiling; None where it can."""
-    if not (on_cpu(device) or has_kernels(device)):
+    if name in ("compile", "fused_loss") and not (on_cpu(device) or has_kernels(device)):
         return f"there is no Triton for {device.type}"
-    try:
-        torch.compile(_probe)(torch.ones(2, device=device))
-    except (TorchDynamoException, RuntimeError, OSError) as error:
-        return f"nothing can be compiled: {_first_line(error)}"
-    return None
-
-
-def _probe(tensor: Tensor) -> Tensor:
-    return tensor + 1
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return varlen_obstacle(device) if name == "varlen" else None
 
 
 @contextmanager
