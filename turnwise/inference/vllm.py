@@ -271,7 +271,7 @@ class VLLMReplica(ServerReplica):
             if rank > _RANKS[-1]:
                 raise ConfigError(
                     f"policies.{name}.model.lora.rank is {rank}, and inference.engine vllm serves adapters up to "
-                    f"{_RANKS[-1]} by name: lower it, or give the policy its own server (remove served_by)"
+                    f"{_RANKS[-1]} by name: lower it, or set inference.engine to builtin"
                 )
 
     @classmethod

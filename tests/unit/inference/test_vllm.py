@@ -155,6 +155,12 @@ async def test_reserved_arguments_are_refused(argument: str, tmp_path: Path, mod
         await VLLMReplica.check(model, InferenceConfig(server=server))
 
 
+def test_adapters_of_a_rank_that_vllm_refuses_are_named(model: Path, tmp_path: Path) -> None:
+    VLLMReplica(model, InferenceConfig(), log_file=tmp_path / "log", adapters={"main": 512})
+    with pytest.raises(ConfigError, match=r"policies\.main\.model\.lora\.rank is 513, .*up to 512 by name: lower it"):
+        VLLMReplica(model, InferenceConfig(), log_file=tmp_path / "log", adapters={"main": 513})
+
+
 def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     below = tmp_path / "a" / "b"
