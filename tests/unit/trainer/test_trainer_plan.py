@@ -400,7 +400,8 @@ def test_states_of_adapters_are_those_of_their_optimizer(directory: Path) -> Non
 
 def test_devices_used_in_turn_hold_the_larger_phase(large: Path) -> None:
     servers, adapters = {"inference": {"engine": "vllm"}}, {"rank": 16}
-    for changes in ({}, {"policies": {"main": {"model": {"path": large, "lora": adapters}}}}):
+    adapted = {"policies": {"main": {"model": {"path": large, "lora": adapters}}}}
+    for changes in ({}, adapted, {"algorithm": {"kl": {"coef": 0.1}}}):
         apart = Plan(config(large, **servers, **changes), h100(1))
         in_turn = Plan(config(large, **servers, **changes, layout="colocated"), h100(1))
         [(_, parts)] = in_turn.memory()
