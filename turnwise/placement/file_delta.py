@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 PART = 64 * 2**20
 """Bytes of a part of a file, the last one aside."""
@@ -88,20 +89,21 @@ def changed_parts(older: Path, newer: Path) -> Iterator[FilePart]:
 
     Of a part with many changes that is all of it, and of one without changes nothing.
     """
-    with older.open("rb") as before:
-        for part in whole_file(newer):
-            old = before.read(len(part.content))
-            even = len(old) - len(old) % 2
-            changed = _changes(part.start, old[:even], part.content[:even])
-            if old[even:] != part.content[even:] or (changed is not None and changed.nbytes > len(old)):
-                yield part
-            elif changed is not None:
-                yield changed
+    if not newer.stat().st_size:
+        return
+    before, after = (np.memmap(file, np.uint8, "r") for file in (older, newer))
+    for start in range(0, len(after), PART):
+        old, new = before[start : start + PART], after[start : start + PART]
+        even = len(new) - len(new) % 2
+        changed = _changes(start, old[:even].view(np.uint16), new[:even].view(np.uint16))
+        if not np.array_equal(old[even:], new[even:]) or (changed is not None and changed.nbytes > len(new)):
+            yield FilePart(start, b"", new.tobytes())
+        elif changed is not None:
+            yield changed
 
 
-def _changes(start: int, old: bytes, new: bytes) -> FilePart | None:
-    numbers = np.frombuffer(new, np.uint16)
-    places = np.flatnonzero(numbers != np.frombuffer(old, np.uint16))
+def _changes(start: int, old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> FilePart | None:
+    places = np.flatnonzero(new != old)
     if not len(places):
         return None
     gaps = np.diff(places, prepend=-1)
@@ -109,4 +111,4 @@ def _changes(start: int, old: bytes, new: bytes) -> FilePart | None:
     between = (gaps - 1) // _FARTHEST
     distances = np.full(len(gaps) + int(between.sum()), _FARTHEST, np.uint8)
     distances[np.cumsum(between + 1) - 1] = gaps - _FARTHEST * between
-    return FilePart(start, distances.tobytes(), numbers[distances.cumsum(dtype=np.int64) - 1].tobytes())
+    return FilePart(start, distances.tobytes(), new[distances.cumsum(dtype=np.int64) - 1].tobytes())
