@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,6 +67,10 @@ def compare(
     if as_json:
         typer.echo(json.dumps(comparisons[0].to_json()))
         return
+    first, last = comparisons[0], comparisons[-1]
+    if replace(last, metric=first.metric, gained=first.gained, lost=first.lost) == first:
+        # Where each reward is 0 or 1 they have the same figures.
+        comparisons = [replace(first, metric=" and ".join(dict.fromkeys((first.metric, last.metric))))]
     for comparison in comparisons:
         print_table(Console(), comparison_table(comparison, (str(before), str(after)), limit=number))
 

@@ -19,7 +19,7 @@ AgentRewards: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
 """Rewards by agent: a number, or named parts."""
 
 _ROLES = frozenset(get_args(Role))
-_HEADING = re.compile(rf"(?<=\n)(?=\s*\[(?:{'|'.join(_ROLES)})\])", re.IGNORECASE)
+_HEADING = re.compile(rf"(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029])(?=\s*\[(?:{'|'.join(_ROLES)})\])", re.IGNORECASE)
 
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 SANDBOX_VARIES: Final[Mapping[str, str]] = {

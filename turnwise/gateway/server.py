@@ -115,6 +115,7 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
     assert config.hosted is not None
     endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
     stack.push_async_callback(endpoint.close)
+    await endpoint.check()
     key = _prepare(config, stack)
     settings = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
     sessions = Sessions(settings.open, config.limits, config.out / TRAJECTORIES)

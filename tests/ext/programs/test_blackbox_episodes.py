@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,12 @@ async def test_turns_that_are_used_up_end_a_program_that_goes_on_asking() -> Non
     assert outcome.trajectories[0].metrics["blackbox/lingered"] == 1
 
 
+async def test_answer_that_is_a_pipe_or_a_device_is_no_answer() -> None:
+    for act in ("mkfifo a", "ln -s /dev/zero a", "truncate -s 9G a"):
+        outcome = await run_episode(LINES, {"command": f"sh -c '{CHAT_LOOP} x > /dev/null; {act}'", "result": "file:a"})
+        assert [value for *_, value in ended(outcome)[1]] == [0.0], act
+
+
 async def test_token_limit_stops_the_program() -> None:
     outcome = await run_episode(LINES, LOOP, max_total_tokens=200)
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.MAX_TOKENS)
@@ -148,9 +155,35 @@ async def test_time_limits_stop_the_program() -> None:
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.TIMEOUT)
 
 
+@pytest.mark.parametrize("act", ["kill -9 $$", "kill -9 $PPID; sleep 1000", "yes", "kill -SEGV $$"])
+async def test_model_that_ends_its_own_program_loses(act: str, caplog: pytest.LogCaptureFixture) -> None:
+    command = f"sh -c '{CHAT_LOOP} \"$1\"; {act}' sh {{task}}"
+    agent = {"command": command, "output_limit": 100_000, "env": {"CRASH_AFTER": "2"}}
+    outcome = await run_episode(LINES, agent)
+    assert outcome.error is None
+    reason, rewards, turns = ended(outcome)
+    assert (reason, turns, [value for *_, value in rewards]) == (StopReason.COMPLETED, 2, [0.0])
+    assert outcome.trajectories[0].metrics["blackbox/nonzero_exits"] == 1
+    assert "an episode is scored as it is: the program 'sh' failed: " in caplog.text
+
+
+async def test_program_that_is_killed_while_the_machine_is_out_of_memory_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 7\noom_kill 3\n")
+    monkeypatch.setattr("turnwise.ext.programs.program._MACHINE", counters)
+    command = f"sh -c '{CHAT_LOOP} \"$1\"; echo oom_kill 4 > {counters}; kill -9 $$' sh {{task}}"
+    outcome = await run_episode(LINES, {"command": command})
+    assert isinstance(outcome.error, ProgramError)
+    assert outcome.error.retryable
+    assert "signal 9 ended it while the machine was out of memory" in str(outcome.error)
+    assert ended(outcome)[:2] == (StopReason.ERROR, [])
+
+
 async def test_flooding_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes' sh {{task}}", "output_limit": 100_000}
-    outcome = await run_episode(LINES, flooding)
+    outcome = await run_episode(LINES, {**flooding, "nonzero_exit": "error"})
     assert type(outcome.error) is AgentError
     for words in ("wrote more than output_limit=100000 bytes and was killed", "raise that key of agent.config", "y\ny"):
         assert words in str(outcome.error)

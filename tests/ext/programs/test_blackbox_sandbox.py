@@ -190,8 +190,17 @@ def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.long
+async def test_sandboxed_program_that_is_killed_after_a_turn_is_scored() -> None:
+    removes = 'rm "$TMPDIR"/../stdout; yes | head -c 200000 >&2'
+    for act in ("kill -9 $$", "kill -9 $PPID; sleep 1000", removes):
+        outcome = await boxed({"command": ["sh", "-c", f"{CHAT_LOOP} x > answer; {act}"], "result": "file:answer"})
+        assert (outcome.error, rewards(outcome)["score"]) == (None, 1.0), act
+
+
+@pytest.mark.long
 async def test_flooding_sandboxed_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
     outcome = await boxed(flooding)
-    assert "wrote more than output_limit=100000 bytes and was killed" in str(outcome.error)
+    assert outcome.error is None
+    assert outcome.trajectories[0].metrics["blackbox/nonzero_exits"] == 1
     assert any(segment.sampled for segment in outcome.trajectories[0].segments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,6 +132,21 @@ def test_announced_weights_are_compared_without_a_file(
     wide = replace(first, shape=(9, 9))
     assert problems(replace(manifest, tensors=tuple(rest)), checkpoint) == [f"missing {first.name!r}"]
     assert f"{first.name} has shape [9, 9]" in problems(replace(manifest, tensors=(wide, *rest)), checkpoint)[0]
+
+
+def test_weights_in_a_folder_of_another_user_are_refused(
+    served: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_info(write_weights(served.items(), tmp_path / "w", 3))
+    owner = (tmp_path / "w").stat().st_uid
+    for user, refused in ((owner, False), (owner + 1, owner != 0)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert bool(map_weights(manifest)[1]) == refused
+    if owner == 0:
+        os.chown(tmp_path / "w", 4242, -1)
+        assert map_weights(manifest)[1] == [
+            f"{manifest['path']} is in a folder that another user owns or may write: chown and chmod o-w {tmp_path / 'w'}"
+        ]
 
 
 def test_a_weight_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_missing(

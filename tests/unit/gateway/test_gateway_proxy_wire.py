@@ -24,7 +24,7 @@ from turnwise.evaluation.view import Selection, show
 from turnwise.gateway.config import GatewayConfig, GatewayLimits, HostedConfig, base_url
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import answer_reader
-from turnwise.gateway.proxy.redaction import SecretFilter
+from turnwise.gateway.proxy.redaction import SecretFilter, hide_key
 from turnwise.gateway.proxy.session import TextSettings
 from turnwise.gateway.server import GatewayProcess
 from turnwise.rollout.audit import audit_files
@@ -687,6 +687,29 @@ def test_a_text_that_ends_like_a_key_begins_waits_for_its_closing_event_only(dia
     assert key_filter.feed(later) == b"", "nothing overtakes"
     assert key_filter.feed(closing) == ending.removeprefix(ending.split(b"data:")[0]) + later + closing
     assert key_filter.feed(later) == later
+
+
+def test_tokens_that_spell_a_hidden_key_are_not_listed_either() -> None:
+    pieces = ("My key is ", "sk", "-ab", "c!")
+    tokens = [{"token": piece, "logprob": -1.0, "bytes": list(piece.encode()), "top_logprobs": []} for piece in pieces]
+    choices = [
+        {"index": 0, "delta": {"content": token["token"]}, "logprobs": {"content": [token]}} for token in tokens
+    ]
+    events = [b"data: " + orjson.dumps({"choices": [choice]}) + b"\n" for choice in choices]
+    key_filter = SecretFilter("sk-abc")
+    filtered = [orjson.loads(line[5:]) for line in key_filter.feed(b"".join(events)).splitlines()]
+    assert [event["choices"][0]["delta"]["content"] for event in filtered] == [pieces[0], "", "", "[key]!"]
+    assert [event["choices"][0]["logprobs"] for event in filtered] == [choices[0]["logprobs"], None, None, None]
+    message = {"message": {"content": "".join(pieces)}, "logprobs": {"content": tokens}}
+    whole = {"choices": [message, {"message": {"content": "x"}, "output": [{"logprobs": tokens}]}]}
+    for mark, end in ((b"", b""), (b"data: ", b"\n")):
+        hidden = hide_key(mark + orjson.dumps(whole) + end, "sk-abc")
+        assert hidden.startswith(mark)
+        assert hidden.endswith(end)
+        first, second = orjson.loads(hidden[len(mark) :])["choices"]
+        assert (first["logprobs"], second["output"][0]["logprobs"]) == (None, [])
+        assert first["message"]["content"] == "My key is [key]!"
+        assert hide_key(mark + orjson.dumps(whole) + end, "sk-xyz") == mark + orjson.dumps(whole) + end
 
 
 def test_reasoning_that_ends_like_a_key_begins_ends_where_content_begins() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,8 +100,9 @@ def map_weights(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], l
         return {}, ["the manifest names a tensor twice"]
     if not path.is_file():
         return {}, [f"there is no file {path}; the server must see the trainer's file system"]
-    if path.parent.stat().st_mode & stat.S_IWOTH:
-        return {}, [f"{path} is in a folder that every user may write: take that right away (chmod o-w {path.parent})"]
+    folder = path.parent.stat()
+    if folder.st_mode & stat.S_IWOTH or (os.geteuid() and folder.st_uid not in (0, os.geteuid())):
+        return {}, [f"{path} is in a folder that another user owns or may write: chown and chmod o-w {path.parent}"]
     try:
         # By its errno: the library calls a file missing that cannot be opened for want of descriptors.
         path.open("rb").close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 from turnwise.envs.results import transcript
-from turnwise.envs.rewards.judge import Question, Verdict, Verdicts
-from turnwise.envs.rewards.matching import find_json
+from turnwise.envs.rewards.judge import Question, Verdict, Verdicts, read_statement
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, messages_of
@@ -24,6 +24,7 @@ _SCHEMA: Final[Mapping[str, Any]] = {
     "required": ["reasoning", "winner"],
     "additionalProperties": False,
 }
+_WINNER: Final = re.compile(r"[\"']?\bwinner\b[\"']?\s*[:=]\s*[\"']?(a|b|tie)\b", re.IGNORECASE)
 _WORTH: Final = {"a": 1.0, "tie": 0.5, "b": 0.0}
 
 
@@ -154,14 +155,14 @@ class PairwiseJudge:
 
     async def _winner(self, task: Task, first: str, second: str) -> float:
         values = {"task": task, "conversation": transcript(task.messages()), "criteria": self._criteria}
-        verdict, _ = await self._verdicts.ask(self._question.render({**values, "first": first, "second": second}))
+        question = self._question.render({**values, "first": first, "second": second})
+        verdict, _ = await self._verdicts.ask(question, f"{first}\n{second}")
         return _WORTH[verdict["winner"]]
 
 
-def _read(text: str) -> Verdict:
-    is_json, value = find_json(text)
-    winner = value.get("winner") if is_json and isinstance(value, dict) else None
+def _read(text: str, material: str) -> Verdict:
+    winner = read_statement(text, "winner", _WINNER, material)
     winner = winner.strip().casefold() if isinstance(winner, str) else None
     if winner not in _WORTH:
         raise ValueError('it has no "winner" of "A", "B" or "tie"')
-    return {"winner": winner, "reasoning": str(value.get("reasoning") or "")}
+    return {"winner": winner}

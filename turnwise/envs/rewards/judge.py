@@ -19,17 +19,23 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from turnwise.envs.results import transcript
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, read_options
-from turnwise.envs.rewards.matching import find_json, gold_answers
+from turnwise.envs.rewards.matching import gold_answers
 from turnwise.errors import ConfigError, EnvError, shown, user_code
 from turnwise.tasks.core import Task
 from turnwise.types import Message
 
 Verdict: TypeAlias = dict[str, Any]
-ReadVerdict: TypeAlias = Callable[[str], Verdict]
-"""From the text that a judge wrote to its verdict. Raises ValueError, with the reason, where it is none."""
+ReadVerdict: TypeAlias = Callable[[str, str], Verdict]
+"""From what a judge wrote, and the material that it judged, to its verdict. Raises ValueError where it is none."""
 
 _REFUSED_FORM = frozenset((400, 415, 422, 501))
 _THOUGHT = re.compile(r"<think>.*?</think>|\A\s*<think>.*", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*)```", re.DOTALL | re.IGNORECASE)
+# What chat templates write between messages, which servers read as such in a message, too.
+_CONTROL = re.compile(
+    r"<(?=[|｜][^<>\s]{1,40}[|｜]>|/?(?:s|think)>|(?:start|end)_of_turn>|[be]os>|</?SYS>>)"
+    r"|\[(?=\|\w+\|\]|/?(?:INST|SYSTEM_PROMPT)\])"
+)
 
 
 class _Reply(NamedTuple):
@@ -99,8 +105,8 @@ class Verdicts:
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._asking: dict[tuple[int, str], asyncio.Task[Verdict]] = {}
 
-    async def ask(self, question: str) -> tuple[Verdict, bool]:
-        """Return the verdict on a question, and whether it was cached."""
+    async def ask(self, question: str, material: str) -> tuple[Verdict, bool]:
+        """Return the verdict on a question about some material, and whether it was cached."""
         key = self._key(question)
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -109,7 +115,7 @@ class Verdicts:
         task = self._asking.get(running)
         shared = task is not None
         if task is None:
-            task = self._asking[running] = asyncio.create_task(self._ask(question, key))
+            task = self._asking[running] = asyncio.create_task(self._ask(question, material, key))
             task.add_done_callback(lambda done: self._ended(running, done))
         # Shielded: one waiter may be cancelled while others wait for the same verdict.
         return await asyncio.shield(task), shared
@@ -123,7 +129,7 @@ class Verdicts:
         # Retrieved here, as every waiter may have been cancelled.
         _ = task.cancelled() or task.exception()
 
-    async def _ask(self, question: str, key: str) -> Verdict:
+    async def _ask(self, question: str, material: str, key: str) -> Verdict:
         first = {"role": "user", "content": question}
         messages, answer, why = [first], "", ""
         for _ in range(self._attempts):
@@ -132,7 +138,7 @@ class Verdicts:
                 if cut:
                     # What was quoted or weighed before the end must not pass for the verdict.
                     raise ValueError(f"it was truncated at max_tokens ({self._body['max_tokens']})")
-                verdict = self._read(_THOUGHT.sub("", answer))
+                verdict = self._read(_THOUGHT.sub("", answer), material)
             except ValueError as error:
                 why = str(error)
                 form = orjson.dumps(self._schema).decode()
@@ -189,13 +195,14 @@ class Verdicts:
 
 _TEMPLATE: Final = Path(__file__).with_name("judge.jinja").read_text("utf-8")
 _CRITERIA: Final = "A good answer does what was asked, is correct, and says nothing that is not so."
-_SCORE = re.compile(r"[\"']?\bscore\b[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)(?![\d%]|[.,]\d)", re.IGNORECASE)
+_SCORE: Final = re.compile(r"[\"']?\bscore\b[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)(?![\d%]|[.,]\d)", re.IGNORECASE)
 
 
 class Question:
     """A sandboxed jinja template of a judge's question.
 
-    The filter ``inside("name")`` puts a text between ``<name>`` tags that the text cannot close.
+    The filter ``inside("name")`` puts a text between tags ``<name-DIGEST>``, which the text cannot close, and breaks
+    control tokens of chat templates in it.
     """
 
     def __init__(self, template: str | None, template_file: str | None, default: str) -> None:
@@ -230,9 +237,33 @@ class Question:
 
 
 def _inside(text: Any, name: str) -> str:
-    # A model reads </ANSWER>, < / answer > and a full-width sign as the end, too.
+    # No text can hold its own digest. A model reads </ANSWER>, < / answer > and a full-width sign as the end, too.
+    tag = f"{name}-{hashlib.blake2b(str(text).encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
     escaped = re.sub(rf"[<＜](?=[^\w<＜]*[/／][^\w<＜]*{re.escape(name)})", "<\\\\", str(text), flags=re.IGNORECASE)
-    return f"<{name}>\n{escaped}\n</{name}>"
+    return f"<{tag}>\n" + _CONTROL.sub(r"\g<0>\\", escaped) + f"\n</{tag}>"
+
+
+def read_statement(text: str, name: str, mark: re.Pattern[str], material: str) -> Any:
+    """Return a member of a JSON object that is all of a reply, else what a reply states in another form.
+
+    Args:
+        text: The reply.
+        name: The member.
+        mark: Finds what is stated in another form.
+        material: The judged text.
+
+    Raises:
+        ValueError: The reply states several, or what the judged text states, and may quote it.
+    """
+    fence = _FENCE.fullmatch(text.strip())
+    try:
+        value = orjson.loads(fence[1] if fence else text)
+    except orjson.JSONDecodeError:
+        stated = set(mark.findall(text))
+        if len(stated) > 1 or stated.intersection(mark.findall(material)):
+            raise ValueError(f"it is no JSON object, and may quote a {name}") from None
+        return next(iter(stated), None)
+    return value.get(name) if isinstance(value, dict) else None
 
 
 class Judge(RewardFunction):
@@ -306,19 +337,15 @@ class Judge(RewardFunction):
                 "high": f"{self._high:g}",
             }
         )
-        verdict, cached = await self._verdicts.ask(question)
+        verdict, cached = await self._verdicts.ask(question, f"{transcript(history)}\n{text}")
         return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(cached)}
 
     async def close(self) -> None:
         """Close this event loop's connections."""
         await self._verdicts.close()
 
-    def _read(self, text: str) -> Verdict:
-        is_json, value = find_json(text)
-        score = value.get("score") if is_json and isinstance(value, dict) else None
-        if score is None:
-            marked = _SCORE.findall(text)
-            score = marked[-1] if marked else None
+    def _read(self, text: str, material: str) -> Verdict:
+        score = read_statement(text, "score", _SCORE, material)
         try:
             number = math.nan if score is None or isinstance(score, bool) else float(score)
         except (TypeError, ValueError, OverflowError):
@@ -327,8 +354,7 @@ class Judge(RewardFunction):
             raise ValueError("its score is not a number")
         if not self._low <= number <= self._high:
             raise ValueError(f"its score is {number:g}, not from {self._low:g} to {self._high:g}")
-        reasoning = value.get("reasoning") if is_json and isinstance(value, dict) else None
-        return {"score": number, "reasoning": str(reasoning or "")}
+        return {"score": number}
 
 
 def _schema(low: float, high: float) -> dict[str, Any]:

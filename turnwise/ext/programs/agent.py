@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import sys
@@ -17,7 +18,16 @@ from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown, undo_on_error
 from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, read_config, resolve_recipe
 from turnwise.ext.programs.mounts import paths_within
-from turnwise.ext.programs.program import Exit, Output, Program, ProgramError, StartError, WorkerReply, Workers
+from turnwise.ext.programs.program import (
+    Exit,
+    Output,
+    Program,
+    ProgramError,
+    StartError,
+    WorkerReply,
+    Workers,
+    count_oom_kills,
+)
 from turnwise.ext.programs.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.ext.programs.tool_server import ToolServer
 from turnwise.ext.programs.workdir import (
@@ -37,18 +47,24 @@ from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.types import StopReason
 
 How = Literal["ended", "timeout", "lingered"]
+_log = logging.getLogger(__name__)
 _NO_OUTPUT = Output("", 0, False)
 
 
 @dataclass(slots=True)
 class _RunState:
-    """State of one episode that a program acts in."""
+    """State of one episode that a program acts in.
+
+    Attributes:
+        oom_kills: What the machine had killed for want of memory at the start; None in a sandbox, which has its own.
+    """
 
     episode: Episode
     endpoint: SessionEndpoint
     offered: ToolServer | None
     values: dict[str, str]
     started: float
+    oom_kills: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +117,14 @@ class BlackBoxAgent(Agent):
         limit = self._config.max_concurrent
         self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._workers = Workers(self._config.workers, self._start_worker) if self._config.workers else None
+        self._warned = False
 
     async def run(self, episode: Episode) -> None:
         """Run one episode.
 
         Raises:
-            ProgramError: The program could not be started, was killed, or exited before its first model request.
+            ProgramError: The program could not be started, ended before its first model request, or was killed while
+                the machine was out of memory.
             AgentError: Files or folders are invalid, the program failed under ``nonzero_exit: error``, or the episode
                 has no sandbox.
             EnvError: The environment failed in a tool call.
@@ -121,7 +139,9 @@ class BlackBoxAgent(Agent):
                 offered = await ToolServer.start(episode, endpoint, with_reply=self._config.reply, listener=listener)
                 stack.push_async_callback(offered.close)
             url = endpoint.url if sandbox is None else await endpoint.serve_at(await sandbox.listen())
-            state = _RunState(episode, endpoint, offered, self._values(episode, url, offered), time.monotonic())
+            values = self._values(episode, url, offered)
+            oom_kills = count_oom_kills() if sandbox is None else None
+            state = _RunState(episode, endpoint, offered, values, time.monotonic(), oom_kills)
             if sandbox is not None:
                 end = await self._run_in_sandbox(state, sandbox)
             elif self._workers is not None:
@@ -172,13 +192,12 @@ class BlackBoxAgent(Agent):
             exit_state = await program.end()
             if self._config.keep != "never":
                 outputs = {"stdout": exit_state.stdout, "stderr": exit_state.stderr}
-                workdir.write({str(workdir.root / name): output.text for name, output in outputs.items()})
+                # Where the program left no room for them, they are in the error or nowhere.
+                with contextlib.suppress(AgentError):
+                    workdir.write({str(workdir.root / name): output.text for name, output in outputs.items()})
 
         async def read(name: str) -> str | None:
-            try:
-                return (workdir.work / name).read_text(errors="replace")
-            except OSError:
-                return None
+            return await asyncio.to_thread(workdir.read, name)
 
         return _RunEnd(
             how, exit_state, await read_answer(fill(self._recipe.result, state.values), exit_state.stdout.text, read)
@@ -296,30 +315,23 @@ class BlackBoxAgent(Agent):
         if episode.ended:
             return
         await endpoint.wait_settled()
-        if exit_state.flooded:
-            raise AgentError(
-                self._failure_message(
-                    f"it wrote more than output_limit={self._config.output_limit} bytes and was killed: raise that key "
-                    "of agent.config, or have the program write less; the end of its output",
-                    end,
-                )
-            )
         if end.how == "timeout":
             episode.finish(StopReason.TIMEOUT)
             return
         if end.how == "lingered" or endpoint.failure is not None:
             # The program's last error response ends the episode: the runner maps it to a stop reason.
             return
-        if exit_state.status is None or exit_state.status < 0:
-            how = "its supervisor was killed" if exit_state.status is None else f"signal {-exit_state.status} ended it"
-            raise ProgramError(self._failure_message(how, end))
-        turns = endpoint.entry.session.turns
-        if turns == 0:
-            raise StartError(
-                self._failure_message(f"exit status {exit_state.status}, and it never asked the model", end)
-            )
-        if exit_state.status != 0 and self._config.nonzero_exit == "error":
-            raise AgentError(self._failure_message(f"exit status {exit_state.status}", end))
+        how = self._exit_text(exit_state)
+        if endpoint.entry.session.turns == 0:
+            raise StartError(self._failure_message(f"{how}, and it never asked the model", end))
+        if exit_state.killed and state.oom_kills not in (None, count_oom_kills()):
+            raise ProgramError(self._failure_message(f"{how} while the machine was out of memory", end))
+        if exit_state.flooded or exit_state.status != 0:
+            if self._config.nonzero_exit == "error":
+                raise AgentError(self._failure_message(how, end))
+            if (exit_state.flooded or exit_state.killed) and not self._warned:
+                self._warned = True
+                _log.warning("an episode is scored as it is: %s", self._failure_message(how, end))
         await self._answer(episode, endpoint, end.answer)
 
     async def _answer(self, episode: Episode, endpoint: SessionEndpoint, answer: str | None) -> None:
@@ -369,6 +381,17 @@ class BlackBoxAgent(Agent):
                 "blackbox/lingered": float(end.how == "lingered"),
             }
         )
+
+    def _exit_text(self, exit_state: Exit) -> str:
+        if exit_state.flooded:
+            return (
+                f"it wrote more than output_limit={self._config.output_limit} bytes and was killed (raise that key of "
+                "agent.config, or have the program write less)"
+            )
+        if exit_state.status is None:
+            return "its supervisor was killed"
+        status = exit_state.status
+        return f"signal {-status} ended it" if status < 0 else f"exit status {status}"
 
     def _failure_message(self, how: str, end: _RunEnd) -> str:
         """Return how a program ended and the tail of its output, without secrets of this process."""

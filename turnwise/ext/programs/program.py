@@ -29,6 +29,7 @@ from turnwise.sandboxes.output import HeadTailBuffer
 MARK: Final = "TURNWISE_PROGRAM"
 """Environment variable of every process of a program, unless the program removes it."""
 _SUPERVISOR: Final = Path(__file__).with_name("supervisor.py")
+_MACHINE: Final = Path("/proc/vmstat")
 _END_S: Final = 20.0
 """Seconds that a supervisor gets to kill a tree before it is killed from here."""
 _DRAIN_S: Final = 2.0
@@ -80,6 +81,11 @@ class Exit:
     stderr: Output
     swept: int | None
     flooded: bool = False
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it or its supervisor, and not for its output."""
+        return not self.flooded and (self.status is None or self.status < 0)
 
 
 class OutputQuota:
@@ -298,6 +304,14 @@ def _file_of(stdin: bytes | int) -> IO[bytes]:
     file.write(stdin)
     file.seek(0)
     return file
+
+
+def count_oom_kills() -> int:
+    """Return how many processes this machine has killed for want of memory, 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        counts = dict(line.split(maxsplit=1) for line in _MACHINE.read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def kill_marked(mark: str, seconds: float = 10.0) -> int:

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from turnwise.errors import AgentError, SandboxError, SandboxFileError, shown
 from turnwise.ext.programs.program import Exit, Output
-from turnwise.ext.programs.workdir import tool_script
+from turnwise.ext.programs.workdir import MAX_RESULT_BYTES, tool_script
 from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 _PREPARE: Final = """set -e; root="${TMPDIR:-/tmp}/turnwise-$1"; mkdir -p "$root/home" "$root/tmp" "$root/bin"
@@ -31,7 +31,6 @@ echo "turnwise-status:$?"
 read -r _"""
 _SIZES: Final = 'wc -c <"$1/stdout"; wc -c <"$1/stderr"'
 _SECONDS: Final = 60.0
-_MAX_RESULT_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class ProgramFolder:
     async def read(self, name: str) -> str | None:
         """Return a file's text, None where it cannot be read; relative paths are below ``work``."""
         try:
-            data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=_MAX_RESULT_BYTES)
+            data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=MAX_RESULT_BYTES)
         except SandboxFileError:
             return None
         return data.decode("utf-8", "replace")
@@ -157,7 +156,9 @@ class SandboxedProgram:
         sizes = [len(outputs.stdout), len(outputs.stderr)]
         if outputs.truncated:
             counted = await sandbox.exec(["sh", "-c", _SIZES, "sh", root], timeout=_SECONDS)
-            sizes = [int(size) for size in counted.stdout.split()] or sizes
+            # Of a file that the program removed there is no size.
+            counts = [int(size) for size in counted.stdout.split()]
+            sizes = counts if len(counts) == len(sizes) else sizes
         stdout, stderr = (
             Output(data.decode("utf-8", "replace"), size, cut=size > self._kept_bytes)
             for data, size in zip((outputs.stdout, outputs.stderr), sizes, strict=True)

@@ -27,6 +27,8 @@ PLACEHOLDERS: Final = (
 )  # fmt: skip
 """What texts of a recipe may hold in braces; docs/external-agents.md says what each stands for."""
 _PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
+MAX_RESULT_BYTES: Final = 4 * 2**20
+"""Maximum bytes of a file that holds an answer."""
 _MAX_ARGUMENT_BYTES: Final = 131_071
 """Maximum bytes of one argument on Linux."""
 
@@ -127,6 +129,17 @@ class Workdir:
                 path.write_text(text)
             except OSError as error:
                 raise AgentError(f"file {shown(name)} cannot be written: {error}") from error
+
+    def read(self, name: str) -> str | None:
+        """Return a file's text, None where it cannot be read; relative paths are below ``work``."""
+        path = self.work / name
+        try:
+            # A pipe or a device has no end.
+            if not path.is_file() or path.stat().st_size > MAX_RESULT_BYTES:
+                return None
+            return path.read_text(errors="replace")
+        except OSError:
+            return None
 
     def install_tool(self, url: str) -> Path:
         """Write the command ``tool``; return its folder."""

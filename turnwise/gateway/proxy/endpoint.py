@@ -17,7 +17,7 @@ from turnwise.errors import BudgetExceeded, EndpointUnusable, InferenceError, Tu
 from turnwise.gateway.concurrency import AdaptiveLimit
 from turnwise.gateway.config import SECRET_HEADERS, HostedConfig
 from turnwise.gateway.errors import ApiError
-from turnwise.gateway.proxy.redaction import HIDDEN, SecretFilter
+from turnwise.gateway.proxy.redaction import SecretFilter, hide_key
 from turnwise.inference.connections import retry_after
 from turnwise.types import StopReason
 
@@ -214,7 +214,7 @@ class Endpoint:
 
     def without_key(self, data: bytes) -> bytes:
         """Return a response without the key, which some endpoints quote."""
-        return data.replace(self._key.encode(), HIDDEN.encode()) if self._key else data
+        return hide_key(data, self._key)
 
     def key_filter(self) -> SecretFilter:
         """Return the filter that removes the key from a stream."""

@@ -35,6 +35,7 @@ class _Piece:
 
     def replace(self, text: str) -> None:
         self.holder[self.name] = text
+        _drop_logprobs(self.line.event)
         self.line.raw = b"data: " + orjson.dumps(self.line.event) + b"\n"
 
 
@@ -46,7 +47,7 @@ class SecretFilter:
     """
 
     def __init__(self, key: str) -> None:
-        self._key, self._key_bytes = key, key.encode()
+        self._key = key
         self._beginnings = _beginnings(key)
         self._rest: list[bytes] = []
         self._waiting: list[_Line] = []
@@ -71,7 +72,7 @@ class SecretFilter:
     def _filter(self, raw: bytes) -> bytes:
         if not self._key:
             return raw
-        raw = raw.replace(self._key_bytes, HIDDEN.encode())
+        raw = hide_key(raw, self._key)
         is_event = raw.startswith(b"data:")
         if not self._open and not (is_event and self._beginnings.search(raw)):
             return raw
@@ -120,6 +121,32 @@ class SecretFilter:
         while pieces and sum(len(piece.text) for piece in pieces[1:]) >= begun:
             del pieces[0]
         return pieces
+
+
+def hide_key(data: bytes, key: str) -> bytes:
+    """Return a JSON text or the line of an event without a key, nor log-probabilities of tokens that spell it."""
+    hidden = data.replace(key.encode(), HIDDEN.encode()) if key else data
+    if hidden == data or b'"logprobs"' not in data:
+        return hidden
+    mark, end = (b"data: ", b"\n") if data.startswith(b"data:") else (b"", b"")
+    try:
+        value = orjson.loads(hidden[len(mark.strip()) :])
+    except orjson.JSONDecodeError:
+        return hidden
+    _drop_logprobs(value)
+    return mark + orjson.dumps(value) + end
+
+
+def _drop_logprobs(value: Any) -> None:
+    pending = [value]
+    while pending:
+        member = pending.pop()
+        if isinstance(member, dict):
+            if member.get("logprobs"):
+                member["logprobs"] = [] if isinstance(member["logprobs"], list) else None
+            pending += member.values()
+        elif isinstance(member, list):
+            pending += member
 
 
 @cache
