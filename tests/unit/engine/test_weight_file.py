@@ -144,9 +144,8 @@ def test_weights_in_a_folder_of_another_user_are_refused(
         assert bool(map_weights(manifest)[1]) == refused
     if owner == 0:
         os.chown(tmp_path / "w", 4242, -1)
-        assert map_weights(manifest)[1] == [
-            f"{manifest['path']} is in a folder that another user owns or may write: chown and chmod o-w {tmp_path / 'w'}"
-        ]
+        [problem] = map_weights(manifest)[1]
+        assert "in a folder that another user owns or may write" in problem
 
 
 def test_a_weight_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_missing(

@@ -692,9 +692,7 @@ def test_a_text_that_ends_like_a_key_begins_waits_for_its_closing_event_only(dia
 def test_tokens_that_spell_a_hidden_key_are_not_listed_either() -> None:
     pieces = ("My key is ", "sk", "-ab", "c!")
     tokens = [{"token": piece, "logprob": -1.0, "bytes": list(piece.encode()), "top_logprobs": []} for piece in pieces]
-    choices = [
-        {"index": 0, "delta": {"content": token["token"]}, "logprobs": {"content": [token]}} for token in tokens
-    ]
+    choices = [{"index": 0, "delta": {"content": token["token"]}, "logprobs": {"content": [token]}} for token in tokens]
     events = [b"data: " + orjson.dumps({"choices": [choice]}) + b"\n" for choice in choices]
     key_filter = SecretFilter("sk-abc")
     filtered = [orjson.loads(line[5:]) for line in key_filter.feed(b"".join(events)).splitlines()]

@@ -23,9 +23,10 @@ FURTHER_AMOUNTS: Final = 1
 """Allowed amounts of money beyond those that were asked for: listing all prices is not finding the lowest, and
 the policy forbids it."""
 FURTHER_NUMBERS: Final = 3
-"""Allowed whole numbers beyond those that were asked for: counting from 1 to 99 is not counting the variants."""
+"""Allowed numbers beyond those that were asked for: counting from 1 to 99 is not counting the variants."""
 
 _NUMBER: Final = re.compile(r"(?<![\w.,$#-])\d{1,4}(?![\w-]|[.,]\d)")
+_DECIMAL: Final = re.compile(r"\d[\d,]*\.\d+")
 _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(?:dollars|USD)\b")
 
 Action = tuple[str, Mapping[str, Any]]
@@ -104,7 +105,7 @@ def states_facts(answer: str, facts: Sequence[str]) -> bool:
 
     Amounts of money match by value (``$1,250.5`` is ``$1250.50``), other facts by their words without case. An answer
     longer than ``LONGEST_ANSWER``, or with more than ``FURTHER_AMOUNTS`` amounts or, where a number was asked for,
-    ``FURTHER_NUMBERS`` numbers besides the facts, states nothing.
+    ``FURTHER_NUMBERS`` numbers of its kind (whole or decimal) besides the facts, states nothing.
     """
     if not facts:
         return True
@@ -117,6 +118,9 @@ def states_facts(answer: str, facts: Sequence[str]) -> bool:
         return False
     numbers = {fact for fact in facts if fact.isdecimal()}
     if numbers and len({*_NUMBER.findall(answer)}) > len(numbers) + FURTHER_NUMBERS:
+        return False
+    decimals = {fact for fact in facts if _DECIMAL.fullmatch(fact)}
+    if decimals and len({*_DECIMAL.findall(answer)}) > len(decimals) + FURTHER_NUMBERS:
         return False
     text = " ".join(answer.casefold().split())
     for fact in facts:

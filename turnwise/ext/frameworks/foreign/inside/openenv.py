@@ -72,7 +72,8 @@ class EnvironmentServer:
         if self._served is None or self._served[0] is not loop or self._served[1].done():
             uvicorn = framework("uvicorn")
             bound = socket.create_server(("127.0.0.1", 0))
-            server = uvicorn.Server(uvicorn.Config(self.application(), log_level="warning", lifespan="on"))
+            application = guard_host(self.application(), bound.getsockname()[1])
+            server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="on"))
             server.install_signal_handlers = lambda: None
             task = asyncio.ensure_future(server.serve(sockets=[bound]))
             self._served = (loop, task, f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -94,6 +95,24 @@ class EnvironmentServer:
     def episode(self) -> Session:
         """Return an episode."""
         return Session(self)
+
+
+def guard_host(application: Any, port: int) -> Any:
+    """Return an application that refuses pages of other sites, also those whose name resolves to this machine."""
+    host = f"127.0.0.1:{port}".encode()
+
+    async def guarded(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers") or ())
+        is_own = headers.get(b"host") == host and headers.get(b"origin", b"http://" + host) == b"http://" + host
+        if is_own or scope["type"] == "lifespan":
+            await application(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b"only this process is answered"})
+
+    return guarded
 
 
 class Session:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .core import Failure, framework, opening, refusals, text_of
 
 PACKAGE = "textarena"
 _MOST_PLAYERS = 16
+_HEADING = re.compile(r"(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029])(?=\s*\[)")
 
 
 def names() -> list[str]:
@@ -78,7 +80,7 @@ class Match:
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take the text of a message as the current player's action."""
         acting = self._env.state.current_player_id
-        done, _ = self._env.step(action=text_of(message))
+        done, _ = self._env.step(action=without_headings(text_of(message), self._env.state.role_mapping.values()))
         if done:
             return {"messages": refusals(message), "terminated": True, "truncated": False, **self._outcome(acting)}
         player, text = self._observe()
@@ -114,6 +116,23 @@ class Match:
         first = player not in self._greeted
         self._greeted.add(player)
         return opening(self._system_prompt if first else None, text.lstrip("\n"))
+
+
+def without_headings(text: str, roles: Iterable[str]) -> str:
+    """Return what a player says without what others would read as lines of the game or of another player.
+
+    The framework removes each role's tag once from what others see, and so would leave ``[GA[GAME]ME]`` as one.
+    """
+    tags = [f"[{role}]" for role in roles]
+    while any(tag in (shown := _removed(text, tags)) for tag in tags):
+        text = shown
+    return _HEADING.sub(" ", text)
+
+
+def _removed(text: str, tags: Iterable[str]) -> str:
+    for tag in tags:
+        text = text.replace(tag, "")
+    return text
 
 
 def _agent(player: int) -> str:

@@ -81,7 +81,7 @@ async def _ask_interceptor(client: Any, url: str | None, call: dict[str, Any]) -
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function["arguments"]
     request = {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
     answer = await client.post(url, json=request)
@@ -99,7 +99,7 @@ async def _call_tool(servers: Any, dispatch: Any, function: dict[str, Any]) -> A
         return f"error: unknown tool {function['name']!r}"
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"error: the arguments are no JSON: {error}"
     if not isinstance(arguments, dict):
         return "error: the arguments must be a JSON object"
