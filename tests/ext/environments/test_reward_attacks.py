@@ -249,7 +249,7 @@ async def test_pages_of_other_sites_do_not_play_an_application_of_openenv(
 ) -> None:
     events: list[str] = []
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+    async def application(scope: Any, receive: Any, send: Any) -> None:
         events.append("taken")
 
     async def send(event: dict[str, Any]) -> None:

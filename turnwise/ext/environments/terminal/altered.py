@@ -28,13 +28,15 @@ class AlteredTests:
             ``live`` tests several, so that a process that sees all of them guesses.
         names: The altered tests.
         floor: Reward of the reference solution with the altered tests.
-        live: Whether the tests pass only beside processes that the solution leaves: a server, say.
+        served: Whether the tests pass only where they reach services that the solution leaves.
+        live: Whether they pass only beside the processes that the solution leaves.
     """
 
     plain: Mapping[str, str] = field(default_factory=dict)
     altered: tuple[Mapping[str, str], ...] = ()
     names: tuple[str, ...] = ()
     floor: float = 0.0
+    served: bool = False
     live: bool = False
 
 
@@ -98,7 +100,7 @@ def cache_tests(folder: TaskFolder, tests: AlteredTests) -> None:
 
 
 def _key(folder: TaskFolder) -> str:
-    digest = hashlib.sha256(f"3 {VERSION} {folder.image} {folder.workdir}".encode())
+    digest = hashlib.sha256(f"4 {VERSION} {folder.image} {folder.workdir}".encode())
     for path in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         name, content = path.relative_to(folder.path).as_posix(), path.read_bytes()
         digest.update(f"\n{name} {len(content)}\n".encode() + content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
@@ -33,6 +34,7 @@ from turnwise.ext.environments.swe.env import check_settings
 from turnwise.ext.environments.swe.logs import Statuses, parser_of
 from turnwise.ext.environments.terminal.altered import NO_TESTS, AlteredTests, altered_tests, cache_tests, cached_tests
 from turnwise.ext.environments.terminal.folder import TaskFolder, read_folder, tasks
+from turnwise.ext.environments.terminal.services import shared_services
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python
 from turnwise.tasks import Task
@@ -124,15 +126,15 @@ class TerminalEnv(ToolEnv):
             raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
         tests = await self._altered()
         if not self.with_twins:
-            tests = replace(NO_TESTS, live=tests.live)
+            tests = replace(NO_TESTS, served=tests.served, live=tests.live)
         first = tests.altered if tests.live else tests.altered[:1]
-        run, *contradictory = await self._run_versions(box, [tests.plain, *first], live=tests.live)
+        run, *contradictory = await self._run_versions(box, [tests.plain, *first], tests)
         reward = run.reward
         # In the sandbox itself a process would know the versions again.
         if not tests.live and contradictory and reward > tests.floor >= contradictory[0].reward:
             # Once more, so that a guess which tests these are hardly ever holds.
             versions = [tests.plain, tests.altered[0], tests.altered[-1]]
-            again, *contradictory = await self._run_versions(box, versions, live=tests.live)
+            again, *contradictory = await self._run_versions(box, versions, tests)
             reward = min(reward, again.reward)
         tampered = reward > tests.floor and any(other.reward > tests.floor for other in contradictory)
         self.log, self.tests = run.log[-4_000:], run.tests
@@ -147,23 +149,30 @@ class TerminalEnv(ToolEnv):
         what = f"the tests pass, and also where they expect something else: {', '.join(tests.names)}"
         return ScoreParts({"score": 0.0 if tampered else reward}, metrics, notes={"tampered": what} if tampered else {})
 
-    async def _run_versions(self, box: Sandbox, versions: Sequence[Mapping[str, str]], *, live: bool) -> list[_Run]:
+    async def _run_versions(
+        self, box: Sandbox, versions: Sequence[Mapping[str, str]], tests: AlteredTests
+    ) -> list[_Run]:
         """Run versions of the tests, given as texts of files that differ from the task's.
 
         Each runs in a copy of the sandbox, without the agent's processes and at the same time as the others, so that
         neither what a run leaves nor a clock tells which one it is. Where the agent's files or processes keep them from
-        running, they fail.
+        running, they fail. Those that need its services reach them from copies, one after the other in random order.
 
         Args:
             box: The sandbox.
             versions: The versions.
-            live: Whether they run in the sandbox itself, one after the other in random order.
+            tests: Says what they need. Those that need its processes run in the sandbox itself.
         """
         order = random.SystemRandom().sample(range(len(versions)), len(versions))
         copies: list[Sandbox] = []
         try:
-            if live:
+            if tests.live:
                 runs = [await self._run(box, versions[number]) for number in order]
+            elif tests.served:
+                copies, runs = await self.copy_sandbox(box, len(versions)), []
+                for fork, number in zip(copies, order, strict=True):
+                    async with shared_services(box, fork):
+                        runs.append(await self._run(fork, versions[number]))
             else:
                 copies = await self.copy_sandbox(box, len(versions))
                 runs = await asyncio.gather(
@@ -236,18 +245,20 @@ class TerminalEnv(ToolEnv):
 
     async def _validate(self, box: Sandbox, tests: AlteredTests) -> AlteredTests:
         """Return altered tests with the facts that the solved sandbox ``box`` shows, or none."""
-        for live in (False, True):
-            [run] = await self._run_versions(box, [tests.plain], live=live)
-            if run.passed:
-                break
+        for needs in (NO_TESTS, replace(NO_TESTS, served=True), replace(NO_TESTS, live=True)):
+            # A backend that cannot listen in a sandbox shares no services.
+            with contextlib.suppress(SandboxUnavailable) if needs.served else contextlib.nullcontext():
+                [run] = await self._run_versions(box, [tests.plain], needs)
+                if run.passed:
+                    break
         else:
             return NO_TESTS
-        if live:
+        if needs.live:
             tests = altered_tests(self.folder, _LIVE_VERSIONS)
-        plain, *altered = await self._run_versions(box, [tests.plain, *tests.altered], live=live)
+        plain, *altered = await self._run_versions(box, [tests.plain, *tests.altered], needs)
         if not altered or not plain.passed or any(run.passed for run in altered):
-            return replace(NO_TESTS, live=live)
-        return replace(tests, floor=max(run.reward for run in altered), live=live)
+            return needs
+        return replace(tests, floor=max(run.reward for run in altered), served=needs.served, live=needs.live)
 
     async def _upload_tests(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
         """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
