@@ -117,9 +117,12 @@ class TokenScores:
         values: float32 of shape [N], state values before each token, or None without a value head.
         rerouted: float32 of shape [N], share of the replayed experts that the routers would not choose for the token
             before each, or None without router replay.
+        imbalance: By how much the busiest expert of a layer is above the mean, as a factor: the mean over layers; None
+            for a model without experts.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
     rerouted: Tensor | None = None
+    imbalance: Tensor | None = None

@@ -396,9 +396,12 @@ def test_the_first_rank_writes_weights_and_ranks_stay_in_step_where_it_cannot(
 
 
 @pytest.mark.long
-def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two: WarmRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [1, 2])
+def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(
+    two: WarmRanks, tmp_path: Path, experts: int
+) -> None:
     mixture = save_family("qwen3_moe", tmp_path / "mixture", vocab_size=VOCABULARY)
-    learner = FSDPLearner(two, policy(mixture), 9)
+    learner = FSDPLearner(two, policy(mixture), 9, sharding=Sharding(2, expert_parallel=experts))
     one = open_learner(policy(mixture), 9)
     for trained in (learner, one):
         step(trained)
@@ -410,26 +413,51 @@ def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(two:
     assert {dtype for dtype, _ in rounded.described.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, weights(learner)[name].bfloat16()) for name, tensor in rounded)
     assert gap(weights(learner), dict(load_model(tmp_path).named_weights())) == 0
-    resumed = FSDPLearner(two, policy(mixture), 9)
+    # Its experts are spread in the other way, and so are their optimizer's states.
+    resumed = FSDPLearner(two, policy(mixture), 9, sharding=Sharding(2, expert_parallel=3 - experts))
     resumed.load(tmp_path)
     assert gap(weights(learner), weights(resumed)) == 0
+    for trained in (learner, resumed, one):
+        step(trained)
+    assert gap(weights(learner), weights(resumed)) < 1e-5
+    assert gap(weights(learner), weights(one)) < 1e-5
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_replayed_experts_on_ranks_equal_one_process(two: WarmRanks, tmp_path: Path, together: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("spread", [{"expert_parallel": 2}, {"replicas": 2}, {"expert_parallel": 2, "replicas": 2}])
+def test_experts_and_replicas_over_four_ranks_equal_one_process(
+    four: WarmRanks, tmp_path: Path, spread: dict[str, int]
+) -> None:
+    mixture = save_family("qwen3_moe", tmp_path, vocab_size=VOCABULARY, initializer_range=0.2)
+    for settings in (SHOWS_GRADIENTS, {**SHOWS_GRADIENTS, "max_grad_norm": 0.1}):
+        shows = policy(mixture, optim=settings)
+        sharded = FSDPLearner(four, shows, 5, sharding=Sharding(4, **spread))
+        one = open_learner(shows, 5)
+        assert gap(weights(one), weights(sharded)) == 0
+        assert_equal_gradients((one, sharded), batches(), PolicyObjective())
+
+
+@pytest.mark.parametrize(
+    ("together", "experts"),
+    [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
+)
+def test_replayed_experts_on_ranks_equal_one_process(
+    two: WarmRanks, tmp_path: Path, together: int, experts: int
+) -> None:
     mixture = save_family("qwen3_moe", tmp_path / "mixture", vocab_size=VOCABULARY, initializer_range=0.2)
     settings = {"gradient_checkpointing": together == 2}
     shows = policy(mixture, optim=SHOWS_GRADIENTS, model=settings)
     random = np.random.default_rng(8)
     routed = []
     for row in rows(10):
-        experts = random.permuted(np.tile(np.arange(4), (len(row.sample.input_ids), 2, 1)), axis=2)[:, :, :2]
+        routes = random.permuted(np.tile(np.arange(4), (len(row.sample.input_ids), 2, 1)), axis=2)[:, :, :2]
         # Of the ids that rows share, and of one in each, no server reported any.
-        experts[:11] = experts[-1] = 255
-        routed.append(replace(row, sample=replace(row.sample, routes=experts.astype(np.uint8))))
+        routes[:11] = routes[-1] = 255
+        routed.append(replace(row, sample=replace(row.sample, routes=routes.astype(np.uint8))))
     micro_batches = pack(routed, 32, share_prefixes=True)
     one = open_learner(shows, 5)
-    sharded = FSDPLearner(two, shows, 5, sharding=Sharding(2, sequence_parallel=together))
+    sharding = Sharding(2, sequence_parallel=together, expert_parallel=experts)
+    sharded = FSDPLearner(two, shows, 5, sharding=sharding)
     for expected, actual in zip(one.logprobs(micro_batches), sharded.logprobs(micro_batches), strict=True):
         torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
     free = one.logprobs([batch.freely_routed() for batch in micro_batches])
@@ -505,30 +533,6 @@ def test_shards_equal_the_weights_that_one_process_loads(model_type: str, two: W
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
-def memory(pid: int, field: str) -> int:
-    """Return a figure of a process's memory in bytes: VmRSS now, VmHWM the most since it was reset."""
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
-
-
-@pytest.mark.long
-def test_no_rank_holds_more_than_its_share_and_pages_of_the_file_while_it_loads(
-    four: WarmRanks, tmp_path: Path
-) -> None:
-    large = make_model("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=50).bfloat16()
-    path = save_model(large, tmp_path)
-    size = sum(4 * parameter.numel() for parameter in large.parameters())
-    assert size > 600e6
-    for pid in four.pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-    before = [memory(pid, "VmRSS") for pid in four.pids]
-    learner = FSDPLearner(four, policy(path), 9)
-    extra = [memory(pid, "VmHWM") - first for pid, first in zip(four.pids, before, strict=True)]
-    # A quarter in float32, pages of the file in bfloat16, and what is gathered while the model is checked.
-    assert max(extra) < size / 4 + size / 2 + 60e6, extra
-    assert torch.equal(weights(learner)["model.norm.weight"], large.model.norm.weight.float())
-
-
 def test_a_model_that_cannot_be_loaded_leaves_the_ranks_in_step(model: Path, two: WarmRanks, tmp_path: Path) -> None:
     learner = FSDPLearner(two, policy(model), 9)
     broken = shutil.copytree(model, tmp_path / "broken", ignore=lambda *_: ["model.safetensors"])
@@ -550,6 +554,13 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
         ({"critic": {"kind": "shared"}}, {}, r"critic\.kind is shared, .*choose own"),
         ({}, {"ranks": 4, "sequence_parallel": 3}, r"sequence_parallel is 3, but the 4 ranks .*a divisor of 4"),
         ({}, {"ranks": 6, "sequence_parallel": 3}, r"parallel is 3, .* has 4 attention heads, .* share: choose 1 or 2"),
+        ({}, {"ranks": 4, "replicas": 3}, r"replicas is 3, over which the 4 ranks .*choose a divisor of 4"),
+        ({}, {"expert_parallel": 2}, r"expert_parallel is 2, but transformers cannot spread experts .*: choose 1"),
+        (
+            {},
+            {"ranks": 4, "replicas": 2, "expert_parallel": 4},
+            r"is 4, but the 2 ranks of a copy .*: choose a divisor of 2",
+        ),
         ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),
         ({"model": {"device": "meta"}}, {}, r"model\.device is 'meta', .*choose cpu"),
         ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
@@ -560,6 +571,16 @@ def test_unshardable_configurations_raise_train_error(model: Path, changes: Any,
     for check in (check_engine, lambda config: open_learner(config, 9)):
         with pytest.raises(TrainError, match=says):
             check(config)
+
+
+def test_experts_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    mixture = save_family("qwen3_moe", tmp_path, vocab_size=VOCABULARY)
+    options = {"ranks": 6, "expert_parallel": 3}
+    with pytest.raises(TrainError, match=r"expert_parallel is 3, but the model .* has 4 experts, .*: choose 1 or 2$"):
+        check_engine(policy(mixture, engine="fsdp", engine_options=options))
+    options = {"ranks": 8, "expert_parallel": 2, "replicas": 2}
+    plan = "cpu in 8 ranks (gloo, 2 for the experts, 2 replicas)"
+    assert check_engine(policy(mixture, engine="fsdp", engine_options=options)) == plan
 
 
 def test_the_plan_of_a_run_names_the_ranks(model: Path) -> None:

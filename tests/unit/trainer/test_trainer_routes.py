@@ -163,6 +163,10 @@ def test_metrics_tell_what_replay_closes(mixture: Path) -> None:
     assert metrics["gap/mean"] < 1e-5
     assert metrics["gap/freely_routed"] > 1e-3
     assert 0.2 < metrics["gap/rerouted"] < 0.8
+    assert 1 < metrics["train/expert_imbalance"] < 2
+    # Two of the four experts of both layers compute all tokens.
+    uneven = replace(micro, routes=torch.tensor([0, 1], dtype=torch.int16).expand(micro.tokens, 2, 2))
+    assert float(learner.policy.forward(uneven).imbalance) == 2
     free = update_policy(learner, [row.freely_routed() for row in served], AlgorithmConfig(), batch, seed=0)
     assert not {"gap/replayed", "gap/freely_routed", "gap/rerouted"} & free.keys()
 

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from support.engine.families import FAMILIES, save_family
+from support.engine.tiny_lm import make_model, save_model
+from support.trainer.ranks import pair_of_ranks
 from turnwise.engine.lora import adapter_chain
 from turnwise.errors import FormatError, TrainError
-from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.model.policy import Policy, empty_model, load_model, wrap_model
 from turnwise.trainer.model.shards import merge_into_shards, read_shards
 
@@ -113,3 +116,28 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest
     (folder / "config.json").write_text("{}")
     with pytest.raises(TrainError, match="settings make no causal language model"):
         empty_model(folder)
+
+
+def memory(pid: int, field: str) -> int:
+    """Return a figure of a process's memory in bytes: VmRSS now, VmHWM the most since it was reset."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.long
+def test_no_rank_holds_more_than_its_share_and_pages_of_the_file_while_it_loads(tmp_path: Path) -> None:
+    large = make_model("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=50).bfloat16()
+    path = save_model(large, tmp_path)
+    size = sum(4 * parameter.numel() for parameter in large.parameters())
+    assert size > 600e6
+    config = PolicyConfig.model_validate({"model": {"path": path, "device": "cpu"}})
+    with pair_of_ranks(4) as ranks:
+        for pid in ranks.pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        before = [memory(pid, "VmRSS") for pid in ranks.pids]
+        learner = FSDPLearner(ranks, config, 9)
+        extra = [memory(pid, "VmHWM") - first for pid, first in zip(ranks.pids, before, strict=True)]
+        loaded = dict(learner.export_weights())["model.norm.weight"]
+    # A quarter in float32, pages of the file in bfloat16, and what is gathered while the model is checked.
+    assert max(extra) < size / 4 + size / 2 + 60e6, extra
+    assert torch.equal(loaded, large.model.norm.weight.float())

@@ -70,7 +70,7 @@ class _Selection(TorchFunctionMode):
     """The selection of one router while it computes.
 
     Attributes:
-        chosen: int64 of shape [tokens, k], what the router itself chooses.
+        chosen: int64 of shape [tokens, k], the experts that compute each token.
         rerouted: float32 of shape [tokens], the share of replayed experts that it does not choose.
         shortfall: float32 of shape [tokens], by how much the worst replayed expert ranks below the last of its own.
     """
@@ -102,6 +102,7 @@ class _Selection(TorchFunctionMode):
         # An expert of a group that this router would not choose has its score all the same.
         unmasked = self._masked[1] if self._masked is not None and self._masked[0] is scores else scores
         self._masked = None
+        self.chosen = indices
         with torch.no_grad():
             self.rerouted = ((indices[:, :, None] != own[:, None, :]).all(-1)).float().mean(-1)
             self.shortfall = (best.amin(-1) - scores.gather(-1, indices).amin(-1)).float()
@@ -183,8 +184,17 @@ class Routers:
         """float32 of shape [tokens]: by how much the worst expert replayed last ranks below the router's own."""
         return torch.stack([router.selection.shortfall for router in self._routers]).amax(0)
 
+    def loads(self, tokens: int) -> Tensor:
+        """Return how many of the first tokens of the last pass each expert computed, once watched.
+
+        float32 of shape [layers with experts, experts].
+        """
+        chosen = torch.stack([router.selection.chosen[:tokens].flatten() for router in self._routers])
+        loads = chosen.new_zeros((len(chosen), self.shape.experts), dtype=torch.float32)
+        return loads.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+
     def watch(self) -> None:
-        """Keep what is chosen from now on, for :meth:`take`."""
+        """Keep what is chosen from now on, for :meth:`take` and :meth:`loads`."""
         for router in self._routers:
             router.watched = True
 

@@ -27,7 +27,7 @@ from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats,
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
-from turnwise.trainer.model.policy import check_rows, sequence_obstacle, takes_images
+from turnwise.trainer.model.policy import check_rows, count_experts, sequence_obstacle, takes_images
 
 Ranks = Annotated[int, Field(ge=1)]
 
@@ -79,8 +79,16 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
         raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {devices} GPUs, one for each rank: choose {devices}")
     if device == CPU and sharding.cpu_offload:
         raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
+    if ranks % sharding.replicas:
+        raise TrainError(
+            f"{_KEY}.replicas is {sharding.replicas}, over which the {ranks} ranks of {_KEY}.ranks cannot be divided: "
+            f"choose a divisor of {ranks}, or other ranks"
+        )
     _check_sequences(config, sharding)
+    _check_experts(config, sharding)
     share = f", {sharding.sequence_parallel} for each sequence" if sharding.sequence_parallel > 1 else ""
+    share += f", {sharding.expert_parallel} for the experts" if sharding.expert_parallel > 1 else ""
+    share += f", {sharding.replicas} replicas" if sharding.replicas > 1 else ""
     return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision}{share})"
 
 
@@ -111,6 +119,28 @@ def _check_shareable(model: Path, sharding: Sharding) -> None:
         )
 
 
+def _check_experts(config: PolicyConfig, sharding: Sharding) -> None:
+    """Check that ranks can be grouped, and can share the experts of the policy's model."""
+    size, key = sharding.expert_parallel, f"{_KEY}.expert_parallel"
+    if size == 1:
+        return
+    if sharding.shards % size:
+        raise TrainError(
+            f"{key} is {size}, but the {sharding.shards} ranks of a copy of the model ({_KEY}.ranks, {_KEY}.replicas) "
+            f"are no multiple of it: choose a divisor of {sharding.shards}, or other ranks"
+        )
+    path = config.model.path
+    experts = count_experts(path)
+    if not experts:
+        raise TrainError(f"{key} is {size}, but transformers cannot spread experts of the model {path}: choose 1")
+    if experts % size:
+        divisors = [divisor for divisor in range(1, size) if not (experts % divisor or sharding.shards % divisor)]
+        raise TrainError(
+            f"{key} is {size}, but the model {path} has {experts} experts, which {size} ranks cannot share equally: "
+            f"choose {' or '.join(map(str, divisors))}"
+        )
+
+
 def _device(config: PolicyConfig) -> str:
     device = pick_device(config.model.device)
     if on_cpu(device) or (device.type == accelerator() and config.model.device in (AUTO, device.type)):
@@ -129,7 +159,7 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
     """
 
     check = staticmethod(check_sharding)
-    placement_options = frozenset({"ranks", "cpu_offload", "sequence_parallel"})
+    placement_options = frozenset({"ranks", "cpu_offload", "sequence_parallel", "expert_parallel", "replicas"})
 
     def __init__(
         self,
@@ -171,6 +201,8 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
         mixed_precision: bool = False,
         cpu_offload: bool = False,
         sequence_parallel: Ranks = 1,
+        expert_parallel: Ranks = 1,
+        replicas: Ranks = 1,
     ) -> Self:
         """Start the ranks and load the configured model; ``model_path`` is ignored with adapters.
 
@@ -182,8 +214,10 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
             mixed_precision: Gather weights, and compute with them, in bfloat16; gradients are added in float32.
             cpu_offload: Keep shards and optimizer state in CPU memory, while GPUs compute.
             sequence_parallel: Ranks that compute each micro-batch together, each a slice of its tokens.
+            expert_parallel: Ranks that share the experts of each layer, each some of them for the tokens of all.
+            replicas: Copies of the model, each spread over an equal part of the ranks.
         """
-        sharding = Sharding(ranks, mixed_precision, cpu_offload, sequence_parallel)
+        sharding = Sharding(ranks, mixed_precision, cpu_offload, sequence_parallel, expert_parallel, replicas)
         check_sharding(config, asdict(sharding))
         threads = config.model.threads or torch.get_num_threads()
         processes = RankProcesses(ranks, _device(config), max(1, threads // ranks))

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.distributed.checkpoint import _redistribute_state_dict
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from turnwise.engine.accelerator import process_group_backend, use_device
 from turnwise.engine.checkpoint_names import TensorType
@@ -39,6 +42,7 @@ from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Objective, StepResult
 from turnwise.trainer.learn.objectives import PolicyObjective
+from turnwise.trainer.learn.optim import mesh_of
 from turnwise.trainer.learn.rank_processes import (
     Call,
     ModelFacts,
@@ -58,7 +62,7 @@ from turnwise.trainer.learn.torch_learner import (
 )
 from turnwise.trainer.model.blocks import prepare_layers
 from turnwise.trainer.model.lora import bare
-from turnwise.trainer.model.policy import Policy, empty_model, loading, wrap_model
+from turnwise.trainer.model.policy import EXPERTS_STYLE, Policy, empty_model, loading, wrap_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.shards import local_shard, merge_into_shards, read_shards, shard_like
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
@@ -101,24 +105,24 @@ class _Scoring(nn.Module):
         self.policy = policy
 
     def forward(self, batch: MicroBatch | None, *, entropy: bool = False) -> tuple[Tensor | None, ...]:
-        """Return log-probabilities, entropies and shares of other experts; with a value head, values alone.
+        """Return log-probabilities, entropies and what is known of experts; with a value head, values alone.
 
         Without a batch the model is checked.
         """
         if batch is None:
             self.policy.check()
-            return None, None, None
+            return ()
         if self.head is not None:
-            return self.policy.gather(batch, self.head(self.policy.states(batch))), None, None
+            return self.policy.gather(batch, self.head(self.policy.states(batch))), None, None, None
         scores = self.policy.forward(batch, entropy=entropy)
-        return scores.logprobs, scores.entropy, scores.rerouted
+        return scores.logprobs, scores.entropy, scores.rerouted, scores.imbalance
 
 
 @cache
-def _mesh(device: str, *sizes: int) -> DeviceMesh:
-    """Return a mesh of all ranks; all of them have to call it at the same time."""
+def _mesh(device: str, **sizes: int) -> DeviceMesh:
+    """Return a mesh of all ranks by the names of its dimensions; all ranks have to call it at the same time."""
     with in_step():
-        return init_device_mesh(device, sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
+        return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @contextmanager
@@ -139,14 +143,24 @@ def _together(path: Path) -> Iterator[None]:
         raise TrainError(others[0])
 
 
-def _shard(policy: Policy, head: ValueHead | None, mesh: DeviceMesh, sharding: Sharding) -> Any:
+def _shard(policy: Policy, head: ValueHead | None, device: str, sharding: Sharding) -> Any:
     """Spread a model's parameters over the ranks, layer by layer; return the module that scores."""
+    # Of replicas the gradients are added too.
+    names = ("replica", "shard") if sharding.replicas > 1 else ("shard",)
+    mesh = _mesh(device, replica=sharding.replicas, shard=sharding.shards, tensor=1)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     settings: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh[names],
         "mp_policy": half if sharding.mixed_precision else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
     }
+    if (size := sharding.expert_parallel) > 1 and policy.model.ep_plan:
+        experts = _mesh(device, replica=sharding.replicas, shard=sharding.shards // size, expert=size)
+        plan = policy.model._expand_parallel_plan(policy.model.ep_plan)
+        apply_expert_parallelism(policy.model, experts["expert"], mesh["tensor"], plan, "all_to_all")
+        for name, style in plan.items():
+            if style == EXPERTS_STYLE:
+                fully_shard(policy.model.get_submodule(name), **{**settings, "mesh": experts[names]})
     layers = set(policy.model._no_split_modules or ())
     for module in list(policy.model.modules()):
         if type(module).__name__ in layers:
@@ -167,8 +181,17 @@ class _Optimizer(TorchLearner):
     """The optimizer of a sharded model, with its counters."""
 
     def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        return float(_gather_tensor(norm))
+        # Experts may be spread by another mesh than all else, and torch computes with one mesh at a time.
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for gradient in (parameter.grad for parameter in parameters):
+            assert gradient is not None, "the parameters of a step have gradients"
+            by_mesh.setdefault(mesh_of(gradient), []).append(gradient)
+        norms = [_gather_tensor(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+        norm = float(torch.stack(norms).norm())
+        if norm > limit:
+            for gradients in by_mesh.values():
+                torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return norm
 
     def save_state(self, directory: Path) -> None:
         """Write the state, each rank its shards; raises CheckpointError where the disk refuses."""
@@ -178,13 +201,13 @@ class _Optimizer(TorchLearner):
             for key, tensor in parameter_state.items()
         }
         try:
-            state_dict_saver.save(state, checkpoint_id=str(directory / OPTIMIZER_FOLDER))
+            state_dict_saver.save(_redistribute_state_dict(state), checkpoint_id=str(directory / OPTIMIZER_FOLDER))
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {directory} cannot be written: {error}") from error
         if dist.get_rank() == 0:
             record = {
                 "ranks": dist.get_world_size(),
-                "parameters": self._optimizers.names,
+                "parameters": sorted(chain.from_iterable(self._optimizers.names)),
                 "steps": self.steps,
                 "skipped": dict(self.skipped),
                 "bad_steps": self._bad_steps,
@@ -194,7 +217,7 @@ class _Optimizer(TorchLearner):
     def load_state(self, directory: Path) -> None:
         """Read the state, which any number of ranks may have written."""
         record = _read_counters(directory)
-        if record["parameters"] != self._optimizers.names:
+        if record["parameters"] != sorted(chain.from_iterable(self._optimizers.names)):
             raise CheckpointError(
                 "the optimizer state was saved for other parameters or another optim.name; resume with the "
                 "configuration of the run that saved it"
@@ -210,7 +233,10 @@ class _Optimizer(TorchLearner):
                     parameter_state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                     state |= {f"{name}/{key}": tensor for key, tensor in parameter_state.items()}
             if state:
-                state_dict_loader.load(state, checkpoint_id=folder)
+                saved_state = _redistribute_state_dict(state)
+                state_dict_loader.load(saved_state, checkpoint_id=folder)
+                for name, tensor in _redistribute_state_dict(saved_state, state).items():
+                    local_shard(state[name]).copy_(local_shard(tensor))
         except (CheckpointException, OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
         self.steps, self._bad_steps = int(record["steps"]), int(record["bad_steps"])
@@ -301,7 +327,7 @@ class RankModel:
         root, trained = opener(path)
         policy: Policy = root.policy
         if (size := sharding.sequence_parallel) > 1:
-            neighbours = _mesh(device, sharding.ranks // size, size)["inner"]
+            neighbours = _mesh(device, group=sharding.ranks // size, sequence=size)["sequence"]
             policy.sequence = SequenceGroup(size, neighbours.get_local_rank(), neighbours.get_group())
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         weights = PolicyWeights(policy.model, policy.lora)
@@ -319,10 +345,10 @@ class RankModel:
         with in_step():
             for number in range(passes):
                 batch = batches[number] if number < len(batches) and failed is None else IDLE
-                scores_or_values, entropy, rerouted = self.root(batch, entropy=objective.entropy)
+                scores_or_values, entropy, rerouted, imbalance = self.root(batch, entropy=objective.entropy)
                 loss = 0.0 * scores_or_values.sum()
                 if batch is not IDLE:
-                    scores = TokenScores(scores_or_values, entropy, rerouted=rerouted)
+                    scores = TokenScores(scores_or_values, entropy, rerouted=rerouted, imbalance=imbalance)
                     if self.head is not None:
                         scores = TokenScores(scores_or_values.new_zeros(0), values=scores_or_values)
                     try:
@@ -447,7 +473,6 @@ def _load(
     """Load the rank's shards of a model; return the module that scores, and the one whose parameters are trained."""
     # What is gathered while the model is checked goes back to the system: pieces of it would fit nothing later.
     keep_freed_memory(1 << 20)
-    mesh = _mesh(device, sharding.ranks)
     with _together(path):
         base, adapters = adapter_chain(path)
         policy = wrap_model(empty_model(path), path, model.compute_dtype, model.lora)
@@ -460,7 +485,7 @@ def _load(
         head = open_head(policy.model, path) if values else None
         # It leaves out the output matrix, which gets no gradient from values.
         trained_module = policy.model if head is None else ValueModel(policy.model, head)
-        root = _shard(policy, head, mesh, sharding)
+        root = _shard(policy, head, device, sharding)
         with bare(policy.lora):
             finish = read_shards(policy.model, base, torch.device(CPU if sharding.cpu_offload else device))
             merge_into_shards(policy.model, adapters)

@@ -76,6 +76,8 @@ class PolicyObjective:
         result.maxima |= gap.maxima
         if scores.rerouted is not None:
             result.sums["gap_rerouted"] = scores.rerouted.sum()
+        if scores.imbalance is not None:
+            result.sums["expert_imbalance"] = scores.imbalance * len(logprobs)
         if self.watch is not None:
             self.watch.record(batch.rows, batch.sequences, logprobs, rollout)
         if entropy is not None:

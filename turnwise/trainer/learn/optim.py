@@ -66,6 +66,11 @@ def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     return matrices, embeddings, rest
 
 
+def mesh_of(parameter: Tensor) -> Any:
+    """Return the mesh of the ranks that a parameter is spread over: torch computes with tensors of one at a time."""
+    return getattr(parameter, "device_mesh", None)
+
+
 def orthogonalization_dtype(device_type: str) -> torch.dtype:
     """Return the type in which Muon orthogonalizes on a device: bfloat16, as in torch, unless it emulates that."""
     return torch.float32 if device_type == CPU and emulates_bfloat16() else torch.bfloat16
@@ -133,15 +138,15 @@ class OptimizerSet:
             decayed = {**matrices, **decayed}
         decayed |= {name: p for name, p in rest.items() if p.ndim >= 2}
         vectors = {name: p for name, p in rest.items() if p.ndim < 2}
-        groups: list[dict[str, Any]] = []
-        if decayed:
-            groups.append({"params": list(decayed.values()), "weight_decay": config.weight_decay})
-        if vectors:
-            groups.append({"params": list(vectors.values()), "weight_decay": 0.0})
+        groups: dict[tuple[Any, float], dict[str, Tensor]] = {}
+        for parameters, decay in ((decayed, config.weight_decay), (vectors, 0.0)):
+            for name, parameter in parameters.items():
+                groups.setdefault((mesh_of(parameter), decay), {})[name] = parameter
         if groups:
-            adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+            settings = [{"params": [*group.values()], "weight_decay": decay} for (_, decay), group in groups.items()]
+            adamw = torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
             self.optimizers.append(adamw)
-            self.names.append([*decayed, *vectors])
+            self.names.append([name for group in groups.values() for name in group])
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def step(self, factor: float) -> float:

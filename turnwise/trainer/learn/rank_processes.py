@@ -65,12 +65,21 @@ class Sharding:
         mixed_precision: Whether weights are gathered, and computed with, in bfloat16; gradients are added in float32.
         cpu_offload: Whether shards and optimizer state are in CPU memory, while a GPU computes.
         sequence_parallel: Ranks that compute each micro-batch together (``trainer/model/sequence_parallel.py``).
+        expert_parallel: Ranks that share the experts of a layer: tokens are sent to them, and their weights stay.
+        replicas: Copies of the model, over whose ranks each is spread.
     """
 
     ranks: int = 2
     mixed_precision: bool = False
     cpu_offload: bool = False
     sequence_parallel: int = 1
+    expert_parallel: int = 1
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a copy of the model is spread."""
+        return self.ranks // self.replicas
 
 
 @dataclass(frozen=True, slots=True)

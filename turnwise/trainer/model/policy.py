@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -36,6 +37,7 @@ from turnwise.trainer.model.lora import LoRA, attach
 from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations
 from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 from turnwise.trainer.model.weights import PolicyWeights
+from turnwise.types import RouteShape
 
 try:
     from safetensors import SafetensorError
@@ -54,6 +56,9 @@ _COMPANIONS = (
     "tokenizer*.json", "*_tokens*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "chat_template.*",
     TOOL_TEMPLATE_FILE, FORMAT_FILE, "*processor_config.json", GENERATION_CONFIG_NAME,
 )  # fmt: skip
+
+EXPERTS_STYLE = "ep_dispatch_experts"
+"""What transformers calls modules of experts that it can spread over ranks."""
 
 # Its shapes differ from row to row: where layers are compiled, it is computed between two of their parts.
 _packed: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
@@ -102,6 +107,8 @@ class Policy:
         with Routers.search(self.model, self.model.config.get_text_config().to_dict()) as routers, watched:
             check_packable(self.model)
         self.routers = next(iter(routers), None)
+        if self.routers is not None:
+            self.routers.watch()
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +140,7 @@ class Policy:
             None if entropies is None else self.gather(batch, entropies),
             None if self.value_head is None else self.gather(batch, self.value_head(states)),
             self._rerouted(batch),
+            self._imbalance(batch.tokens),
         )
 
     def computing(self) -> AbstractContextManager[None]:
@@ -143,6 +151,16 @@ class Policy:
         if batch.routes is None or self.routers is None:
             return None
         return self.gather(batch, self.routers.rerouted.index_select(0, self._own_predictors(batch)))
+
+    def _imbalance(self, tokens: int) -> Tensor | None:
+        if self.routers is None:
+            return None
+        if self.sequence is None:
+            loads = self.routers.loads(tokens)
+        else:
+            loads = self.routers.loads(len(self.sequence.own_places(torch.arange(tokens), tokens)))
+            dist.all_reduce(loads, group=self.sequence.group)
+        return (loads.amax(1) / loads.mean(1)).mean()
 
     def states(self, batch: MicroBatch) -> Tensor:
         """Return the last hidden states that predict the trained tokens, shape [N, hidden].
@@ -441,12 +459,28 @@ def sequence_obstacle(path: Path, ranks: int) -> str | None:
     Raises:
         TrainError: Its settings cannot be read.
     """
-    try:
-        text = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
-    except (OSError, ValueError, FormatError) as error:
-        raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
+    text = _text_settings(path)
     heads = int(text.num_attention_heads)
     return split_heads(heads, int(text.to_dict().get("num_key_value_heads") or heads), ranks)
+
+
+def count_experts(path: Path) -> int:
+    """Return the experts in a layer of a model, whose weights are not loaded; 0 where transformers spreads none.
+
+    Raises:
+        TrainError: Its settings cannot be read.
+    """
+    text = _text_settings(path)
+    shape = RouteShape.of(text.to_dict())
+    spread = EXPERTS_STYLE in (text.base_model_ep_plan or {}).values()
+    return shape.experts if shape is not None and spread else 0
+
+
+def _text_settings(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
 
 
 def empty_model(path: Path) -> Any:

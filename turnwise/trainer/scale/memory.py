@@ -39,7 +39,7 @@ def sharding_of(policy: PolicyConfig) -> Sharding:
 
 def _share(sharding: Sharding) -> float:
     """Return the share of weights and states that a device holds between micro-batches."""
-    return 0.0 if sharding.cpu_offload else 1 / sharding.ranks
+    return 0.0 if sharding.cpu_offload else 1 / sharding.shards
 
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
