@@ -437,10 +437,7 @@ def test_experts_and_replicas_over_four_ranks_equal_one_process(
         assert_equal_gradients((one, sharded), batches(), PolicyObjective())
 
 
-@pytest.mark.parametrize(
-    ("together", "experts"),
-    [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("together", "experts"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_replayed_experts_on_ranks_equal_one_process(
     two: WarmRanks, tmp_path: Path, together: int, experts: int
 ) -> None:
@@ -556,11 +553,7 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
         ({}, {"ranks": 6, "sequence_parallel": 3}, r"parallel is 3, .* has 4 attention heads, .* share: choose 1 or 2"),
         ({}, {"ranks": 4, "replicas": 3}, r"replicas is 3, over which the 4 ranks .*choose a divisor of 4"),
         ({}, {"expert_parallel": 2}, r"expert_parallel is 2, but transformers cannot spread experts .*: choose 1"),
-        (
-            {},
-            {"ranks": 4, "replicas": 2, "expert_parallel": 4},
-            r"is 4, but the 2 ranks of a copy .*: choose a divisor of 2",
-        ),
+        ({}, {"ranks": 4, "replicas": 2, "expert_parallel": 4}, r"is 4, but the 2 ranks of a copy .*a divisor of 2"),
         ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),
         ({"model": {"device": "meta"}}, {}, r"model\.device is 'meta', .*choose cpu"),
         ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
