@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -461,6 +462,9 @@ class RankModel:
             self.root.load_state_dict(self.opener(directory)[0].state_dict())
         except (TrainError, RuntimeError) as error:
             raise CheckpointError(f"checkpoint {directory} holds no weights for this model: {error}") from error
+        finally:
+            # The other model's modules know each other, and its shards are as large as those of this one.
+            gc.collect()
 
     def _trained(self) -> _Optimizer:
         assert self.optimizer is not None, "a model that is not trained has no optimizer"
