@@ -183,7 +183,7 @@ class _Optimizer(TorchLearner):
 
     def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
         # Experts may be spread by another mesh than all else, and torch computes with one mesh at a time.
-        by_mesh: dict[Any, list[Tensor]] = {}
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for gradient in (parameter.grad for parameter in parameters):
             assert gradient is not None, "the parameters of a step have gradients"
             by_mesh.setdefault(mesh_of(gradient), []).append(gradient)

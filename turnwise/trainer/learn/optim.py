@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from turnwise.errors import CheckpointError, TrainError
@@ -66,9 +67,9 @@ def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     return matrices, embeddings, rest
 
 
-def mesh_of(parameter: Tensor) -> Any:
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """Return the mesh of the ranks that a parameter is spread over: torch computes with tensors of one at a time."""
-    return getattr(parameter, "device_mesh", None)
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def orthogonalization_dtype(device_type: str) -> torch.dtype:
@@ -138,7 +139,7 @@ class OptimizerSet:
             decayed = {**matrices, **decayed}
         decayed |= {name: p for name, p in rest.items() if p.ndim >= 2}
         vectors = {name: p for name, p in rest.items() if p.ndim < 2}
-        groups: dict[tuple[Any, float], dict[str, Tensor]] = {}
+        groups: dict[tuple[DeviceMesh | None, float], dict[str, Tensor]] = {}
         for parameters, decay in ((decayed, config.weight_decay), (vectors, 0.0)):
             for name, parameter in parameters.items():
                 groups.setdefault((mesh_of(parameter), decay), {})[name] = parameter
