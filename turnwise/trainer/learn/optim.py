@@ -139,12 +139,15 @@ class OptimizerSet:
             decayed = {**matrices, **decayed}
         decayed |= {name: p for name, p in rest.items() if p.ndim >= 2}
         vectors = {name: p for name, p in rest.items() if p.ndim < 2}
-        groups: dict[tuple[DeviceMesh | None, float], dict[str, Tensor]] = {}
-        for parameters, decay in ((decayed, config.weight_decay), (vectors, 0.0)):
+        groups: dict[tuple[DeviceMesh | None, bool], dict[str, Tensor]] = {}
+        for parameters, decays in ((decayed, True), (vectors, False)):
             for name, parameter in parameters.items():
-                groups.setdefault((mesh_of(parameter), decay), {})[name] = parameter
+                groups.setdefault((mesh_of(parameter), decays), {})[name] = parameter
         if groups:
-            settings = [{"params": [*group.values()], "weight_decay": decay} for (_, decay), group in groups.items()]
+            settings = [
+                {"params": [*group.values()], "weight_decay": config.weight_decay if decays else 0.0}
+                for (_, decays), group in groups.items()
+            ]
             adamw = torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
             self.optimizers.append(adamw)
             self.names.append([name for group in groups.values() for name in group])
