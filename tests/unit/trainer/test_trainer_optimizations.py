@@ -177,6 +177,7 @@ def test_what_cannot_be_used_is_left_out_with_one_line_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(optimizations, "varlen_obstacle", lambda device: None)
+    monkeypatch.setattr(optimizations, "has_kernels", lambda device: True)
     every: list[Optimization] = ["varlen", "compile", "fused_loss", "bfloat16_weights"]
     assert choose_optimizations(every, CPU, "bfloat16", None) == set(every)
     assert choose_optimizations(None, CPU, "bfloat16", None) == set()
@@ -190,6 +191,9 @@ def test_what_cannot_be_used_is_left_out_with_one_line_each(
         "varlen", "compile", "bfloat16_weights",
     ]  # fmt: skip
     assert "the model has experts: blocks as they are instead" in lines[1]
+    monkeypatch.setattr(optimizations, "has_kernels", lambda device: False)
+    assert choose_optimizations(["fused_loss"], torch.device("cuda"), "float32", None) == set()
+    assert "there is no Triton for cuda" in caplog.text
 
 
 def test_a_cpu_has_no_varlen_kernel() -> None:
