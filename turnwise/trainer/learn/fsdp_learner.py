@@ -27,7 +27,8 @@ from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats,
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
-from turnwise.trainer.model.policy import check_rows, count_experts, sequence_obstacle, takes_images
+from turnwise.trainer.model.policy import check_rows, takes_images
+from turnwise.trainer.model.shards import count_experts, sequence_obstacle
 
 Ranks = Annotated[int, Field(ge=1)]
 

@@ -63,9 +63,9 @@ from turnwise.trainer.learn.torch_learner import (
 )
 from turnwise.trainer.model.blocks import prepare_layers
 from turnwise.trainer.model.lora import bare
-from turnwise.trainer.model.policy import EXPERTS_STYLE, Policy, empty_model, loading, wrap_model
+from turnwise.trainer.model.policy import Policy, empty_model, loading, wrap_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
-from turnwise.trainer.model.shards import local_shard, merge_into_shards, read_shards, shard_like
+from turnwise.trainer.model.shards import EXPERTS_STYLE, local_shard, merge_into_shards, read_shards, shard_like
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
 from turnwise.trainer.model.weights import PolicyWeights
 

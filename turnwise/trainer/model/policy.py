@@ -35,9 +35,8 @@ from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach
 from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations
-from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
+from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.weights import PolicyWeights
-from turnwise.types import RouteShape
 
 try:
     from safetensors import SafetensorError
@@ -56,9 +55,6 @@ _COMPANIONS = (
     "tokenizer*.json", "*_tokens*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "chat_template.*",
     TOOL_TEMPLATE_FILE, FORMAT_FILE, "*processor_config.json", GENERATION_CONFIG_NAME,
 )  # fmt: skip
-
-EXPERTS_STYLE = "ep_dispatch_experts"
-"""What transformers calls modules of experts that it can spread over ranks."""
 
 # Its shapes differ from row to row: where layers are compiled, it is computed between two of their parts.
 _packed: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
@@ -451,36 +447,6 @@ def _make_savable(generation: Any) -> None:
             generation.validate(strict=True)
     except ValueError:
         generation.do_sample = True
-
-
-def sequence_obstacle(path: Path, ranks: int) -> str | None:
-    """Return what of a model, whose weights are not loaded, ranks cannot share; None where they can share sequences.
-
-    Raises:
-        TrainError: Its settings cannot be read.
-    """
-    text = _text_settings(path)
-    heads = int(text.num_attention_heads)
-    return split_heads(heads, int(text.to_dict().get("num_key_value_heads") or heads), ranks)
-
-
-def count_experts(path: Path) -> int:
-    """Return the experts in a layer of a model, whose weights are not loaded; 0 where transformers spreads none.
-
-    Raises:
-        TrainError: Its settings cannot be read.
-    """
-    text = _text_settings(path)
-    shape = RouteShape.of(text.to_dict())
-    spread = EXPERTS_STYLE in (text.base_model_ep_plan or {}).values()
-    return shape.experts if shape is not None and spread else 0
-
-
-def _text_settings(path: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
-    except (OSError, ValueError, FormatError) as error:
-        raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
 
 
 def empty_model(path: Path) -> Any:

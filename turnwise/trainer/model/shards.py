@@ -11,15 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, merged, refuse
+from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, merged, model_under, refuse
 from turnwise.engine.vllm_side.turnwise_weight_file import adapter_problems
-from turnwise.errors import FormatError
+from turnwise.errors import FormatError, TrainError
+from turnwise.trainer.model.sequence_parallel import split_heads
+from turnwise.types import RouteShape
+
+EXPERTS_STYLE = "ep_dispatch_experts"
+"""What transformers calls modules of experts that it can spread over ranks."""
+
+
+def sequence_obstacle(path: Path, ranks: int) -> str | None:
+    """Return what of a model, whose weights are not loaded, ranks cannot share; None where they can share sequences.
+
+    Raises:
+        TrainError: Its settings cannot be read.
+    """
+    text = _text_settings(path)
+    heads = int(text.num_attention_heads)
+    return split_heads(heads, int(text.to_dict().get("num_key_value_heads") or heads), ranks)
+
+
+def count_experts(path: Path) -> int:
+    """Return the experts in a layer of a model, whose weights are not loaded; 0 where transformers spreads none.
+
+    Raises:
+        TrainError: Its settings cannot be read.
+    """
+    text = _text_settings(path)
+    shape = RouteShape.of(text.to_dict())
+    spread = EXPERTS_STYLE in (text.base_model_ep_plan or {}).values()
+    return shape.experts if shape is not None and spread else 0
+
+
+def _text_settings(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
 
 
 def local_shard(tensor: Tensor) -> Tensor:
