@@ -67,6 +67,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
         "convert-config": "turnwise.ext.frameworks.commands:convert_config",
         "convert-gguf": "turnwise.ext.frameworks.commands:convert_gguf",
+        "explain": "turnwise.ext.explain.command:explain",
         "export-env": "turnwise.ext.frameworks.commands:export_env",
         "mcp": "turnwise.ext.frameworks.commands:mcp",
         "replay": "turnwise.ext.checks.commands:replay",

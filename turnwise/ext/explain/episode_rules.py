@@ -1,0 +1,170 @@
+"""Rules about episodes: limits that cut, tools that fail, calls that were refused, errors, drift, repeated seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from turnwise.ext.explain.evidence import RunEvidence
+from turnwise.ext.explain.findings import Finding, Level, counted, level_of, listed, percent
+from turnwise.ext.explain.members import TURN_LIMIT, Member
+from turnwise.ext.explain.thresholds import bound
+from turnwise.tools.response import UNKNOWN_TOOL
+
+_LIMIT_KEYS: Final = {
+    TURN_LIMIT: ("rollout.max_tokens_per_turn",),
+    "max_tokens": ("rollout.max_total_tokens",),
+    "max_turns": ("rollout.max_turns",),
+    "context_overflow": ("rollout.context_length", "inference.max_context"),
+    "timeout": ("rollout.episode_timeout",),
+}
+
+
+def _level(evidence: RunEvidence, share: float, has: Callable[[Member], bool]) -> Level:
+    """Return the level of a property of members: a note where it costs no reward, or is being unlearned."""
+    early, late = evidence.share(has, evidence.early), evidence.share(has, evidence.late)
+    is_falling = late < min(bound("problem_share"), bound("falling") * early)
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for member in evidence.members:
+        rewards[has(member)].append(member.reward)
+    others, least = rewards[False], max(bound("least_count"), len(evidence.members) / 10)
+    is_harmless = len(others) >= least and statistics.fmean(rewards[True]) >= statistics.fmean(others)
+    return Level.NOTE if is_falling or is_harmless else level_of(max(share, late))
+
+
+def find_limits(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield the limit that ends most episodes."""
+    ends = Counter(member.cut for member in evidence.members if member.cut)
+    share = evidence.share(lambda member: bool(member.cut))
+    if ends.total() < bound("least_count") or share < bound("warning_share") / 2:
+        return
+    limit, count = ends.most_common(1)[0]
+    keys = _LIMIT_KEYS[limit]
+    turns = [(f"turn {turn}", ended) for turn, ended in evidence.counts.cut_turns.most_common()]
+    yield Finding.of(
+        "limits",
+        _level(evidence, share, lambda member: bool(member.cut)),
+        share,
+        f"{percent(share)} of the sampled tokens are in episodes that a limit cut off, most often {limit}",
+        f"{count} episodes ended at {limit} ({', '.join(f'{key} {evidence.setting(key)}' for key in keys)})",
+        f"at which turn: {', '.join(counted(turns))}",
+        f"what grew: {', '.join(counted(evidence.counts.grown.most_common()))}",
+        keys=keys,
+    )
+
+
+def find_failing_tools(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield tools of which every call fails; without any, errors of tools by message."""
+    counts = evidence.counts
+    messages = Counter(
+        {
+            f"{tool or 'a tool'}: {text}": count
+            for tool, texts in counts.messages.items()
+            for text, count in texts.items()
+        }
+    )
+    broken = [tool for tool, calls in counts.calls.items() if _is_broken(evidence, tool, calls)]
+    calls, failures = counts.calls.total(), counts.failures.total()
+    if broken:
+        share = evidence.share(lambda member: member.errors > 0)
+        yield Finding.of(
+            "broken_tool",
+            Level.PROBLEM if share > bound("warning_share") / 2 else Level.WARNING,
+            share,
+            f"the tool {listed(broken)} always fails",
+            *(f"{tool}: {counts.failures[tool]} of {counts.calls[tool]} calls failed" for tool in broken[:3]),
+            *(text for tool in broken[:2] for text in counted(counts.messages[tool].most_common(), 2)),
+        )
+    elif calls >= bound("least_count") and messages.total() >= bound("warning_share") * calls:
+        share = evidence.share(lambda member: member.errors > member.refused)
+        yield Finding.of(
+            "tool_errors",
+            min(Level.WARNING, _level(evidence, share, lambda member: member.errors > 0)),
+            share,
+            f"{percent(failures / calls)} of tool calls were answered by an error",
+            *counted(messages.most_common()),
+        )
+
+
+def _is_broken(evidence: RunEvidence, tool: str, calls: int) -> bool:
+    """Whether all calls of a tool fail in the tool itself, as far as its messages were recorded."""
+    ran = evidence.counts.messages[tool].total()
+    failures = min(evidence.counts.failures[tool], ran) if evidence.counts.refusals else evidence.counts.failures[tool]
+    return tool != UNKNOWN_TOOL and calls >= bound("least_count") and failures >= bound("always_fails") * calls
+
+
+def find_refused_calls(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield calls that the chat format refused, and texts that look like calls."""
+    counts = evidence.counts
+    texts = counts.call_texts / max(1, len(evidence.members))
+    if texts > bound("warning_share"):
+        yield Finding.of(
+            "unread_calls",
+            level_of(texts),
+            texts,
+            f"{percent(texts)} of final messages look like a call and were read as text",
+            repr(counts.call_text[:160]),
+        )
+    refused = evidence.share(lambda member: member.refused > 0)
+    if refused >= bound("warning_share") and counts.refusals.total() >= bound("least_count"):
+        yield Finding.of(
+            "refused_calls",
+            _level(evidence, refused, lambda member: member.refused > 0),
+            refused,
+            f"{percent(refused)} of the sampled tokens are in episodes with calls that no tool could run",
+            *counted(counts.refusals.most_common()),
+        )
+
+
+def find_failed_episodes(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield episodes that an error ended."""
+    failed = evidence.counts.failed
+    share = failed.total() / max(1, failed.total() + len(evidence.members))
+    if share >= bound("warning_share") / 2 and failed.total() >= bound("least_count") / 3:
+        errors = [(text[:160], count) for text, count in failed.most_common(3)]
+        text = f"{percent(share)} of trajectories ended in an error"
+        yield Finding.of("failed_episodes", level_of(share), share, text, *counted(errors))
+
+
+def find_drift(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield histories that were rewritten: prompts that were encoded, and computed, once more."""
+    counts = evidence.counts
+    share = counts.forked_tokens / max(1, counts.prompt_tokens)
+    if share >= bound("warning_share"):
+        yield Finding.of(
+            "forked_histories",
+            min(Level.WARNING, level_of(share - bound("warning_share"))),
+            share,
+            f"{percent(share)} of the tokens that were not sampled were encoded again after a fork",
+            *counted(counts.forks.most_common()),
+            f"{counts.rewritten} turns came back rewritten by their agent",
+        )
+
+
+def find_copies(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield equal members that chance does not explain, and worlds that repeat."""
+    copied: list[Sequence[Member]] = []
+    seeds: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for key, members in evidence.groups.items():
+        seeds[members[0].task, members[0].seed].add(key)
+        digests = Counter(member.digest for member in members if member.nll > bound("copies"))
+        if max(digests.values(), default=0) > 1:
+            copied.append(members)
+    share = sum(member.tokens for members in copied for member in members) / evidence.tokens
+    if len(copied) >= bound("least_count") / 3 and share >= bound("warning_share") / 2:
+        yield Finding.of(
+            "repeated_seeds",
+            level_of(share),
+            share,
+            f"members of {len(copied)} groups sampled the same tokens, which chance does not explain: seeds repeat",
+            *(f"group {members[0].group}, task {members[0].task}" for members in copied[:3]),
+        )
+    repeated = [(f"task {task}", len(keys)) for (task, _), keys in seeds.items() if len(keys) > 1]
+    if len(repeated) >= bound("least_count") / 3:
+        text = f"{len(repeated)} tasks were reset with the same seed in several groups"
+        yield Finding.of("repeated_worlds", Level.NOTE, 0.0, text, *counted(repeated))
+
+
+RULES = (find_limits, find_failing_tools, find_refused_calls, find_failed_episodes, find_drift, find_copies)
