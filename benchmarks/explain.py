@@ -72,7 +72,7 @@ def write_run(run: Path, count: int) -> None:
     turns = [{"turn": turn, "tokens": 960, "mean": 1e-6, "max": 1e-5} for turn in range(3)]
     gaps = [{"kind": "gap", "step": step, "turns": turns, "largest": []} for step in range(1, steps + 1)]
     (run / "diagnostics.jsonl").write_bytes(b"".join(orjson.dumps(gap) + b"\n" for gap in gaps))
-    events: list[dict[str, Any]] = [{"event": "start", "part": 0, "after_step": 0}]
+    events: list[dict[str, Any]] = [{"event": "start", "schema_version": 1, "part": 0, "after_step": 0}]
     writer = TrajectoryWriter(run / TRAJECTORIES)
     for number in range(count):
         trajectory = episode(number, draw)

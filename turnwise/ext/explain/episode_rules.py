@@ -1,9 +1,9 @@
-"""Rules about episodes: limits that cut, tools that fail, calls that were refused, errors, drift, repeated seeds."""
+"""Rules about episodes: limits that cut, tools that fail, calls that were refused, drift, repeated seeds."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -29,8 +29,8 @@ def _level(evidence: RunEvidence, share: float, has: Callable[[Member], bool]) -
     rewards: dict[bool, list[float]] = {True: [], False: []}
     for member in evidence.members:
         rewards[has(member)].append(member.reward)
-    others, least = rewards[False], max(bound("least_count"), len(evidence.members) / 10)
-    is_harmless = len(others) >= least and statistics.fmean(rewards[True]) >= statistics.fmean(others)
+    unflawed, minimum = rewards[False], max(bound("least_count"), len(evidence.members) / 10)
+    is_harmless = len(unflawed) >= minimum and statistics.fmean(rewards[True]) >= statistics.fmean(unflawed)
     return Level.NOTE if is_falling or is_harmless else level_of(max(share, late))
 
 
@@ -42,7 +42,7 @@ def find_limits(evidence: RunEvidence) -> Iterator[Finding]:
         return
     limit, count = ends.most_common(1)[0]
     keys = _LIMIT_KEYS[limit]
-    turns = [(f"turn {turn}", ended) for turn, ended in evidence.counts.cut_turns.most_common()]
+    turns = [(f"turn {turn}", episodes) for turn, episodes in evidence.counts.cut_turns.most_common()]
     yield Finding.of(
         "limits",
         _level(evidence, share, lambda member: bool(member.cut)),
@@ -50,7 +50,7 @@ def find_limits(evidence: RunEvidence) -> Iterator[Finding]:
         f"{percent(share)} of the sampled tokens are in episodes that a limit cut off, most often {limit}",
         f"{count} episodes ended at {limit} ({', '.join(f'{key} {evidence.setting(key)}' for key in keys)})",
         f"at which turn: {', '.join(counted(turns))}",
-        f"what grew: {', '.join(counted(evidence.counts.grown.most_common()))}",
+        f"what grew: {', '.join(counted(evidence.counts.longest.most_common()))}",
         keys=keys,
     )
 
@@ -118,16 +118,6 @@ def find_refused_calls(evidence: RunEvidence) -> Iterator[Finding]:
         )
 
 
-def find_failed_episodes(evidence: RunEvidence) -> Iterator[Finding]:
-    """Yield episodes that an error ended."""
-    failed = evidence.counts.failed
-    share = failed.total() / max(1, failed.total() + len(evidence.members))
-    if share >= bound("warning_share") / 2 and failed.total() >= bound("least_count") / 3:
-        errors = [(text[:160], count) for text, count in failed.most_common(3)]
-        text = f"{percent(share)} of trajectories ended in an error"
-        yield Finding.of("failed_episodes", level_of(share), share, text, *counted(errors))
-
-
 def find_drift(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield histories that were rewritten: prompts that were encoded, and computed, once more."""
     counts = evidence.counts
@@ -144,11 +134,9 @@ def find_drift(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def find_copies(evidence: RunEvidence) -> Iterator[Finding]:
-    """Yield equal members that chance does not explain, and worlds that repeat."""
+    """Yield equal members that chance does not explain."""
     copied: list[Sequence[Member]] = []
-    seeds: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
-    for key, members in evidence.groups.items():
-        seeds[members[0].task, members[0].seed].add(key)
+    for members in evidence.groups.values():
         digests = Counter(member.digest for member in members if member.nll > bound("copies"))
         if max(digests.values(), default=0) > 1:
             copied.append(members)
@@ -161,10 +149,6 @@ def find_copies(evidence: RunEvidence) -> Iterator[Finding]:
             f"members of {len(copied)} groups sampled the same tokens, which chance does not explain: seeds repeat",
             *(f"group {members[0].group}, task {members[0].task}" for members in copied[:3]),
         )
-    repeated = [(f"task {task}", len(keys)) for (task, _), keys in seeds.items() if len(keys) > 1]
-    if len(repeated) >= bound("least_count") / 3:
-        text = f"{len(repeated)} tasks were reset with the same seed in several groups"
-        yield Finding.of("repeated_worlds", Level.NOTE, 0.0, text, *counted(repeated))
 
 
-RULES = (find_limits, find_failing_tools, find_refused_calls, find_failed_episodes, find_drift, find_copies)
+RULES = (find_limits, find_failing_tools, find_refused_calls, find_drift, find_copies)

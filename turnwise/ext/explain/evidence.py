@@ -12,21 +12,19 @@ from typing import Any, Final, Self
 
 import orjson
 
-from turnwise.chat.model_dir import ModelFiles, read_model_dir
 from turnwise.config import read_yaml
-from turnwise.errors import ConfigError, FormatError, TurnwiseError
+from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.directory import recorded_sources, success_rule
 from turnwise.ext.explain.members import Counts, Member, read_member
+from turnwise.ext.explain.prompts import Prompts
 from turnwise.ext.explain.thresholds import THRESHOLDS
 from turnwise.rollout.journal.summary import JournalSummary, summarize_journal
 from turnwise.tasks.config import sources_of
 from turnwise.tasks.reader import load_tasks
 from turnwise.trainer.observe.metrics import figures, split_policy
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
-from turnwise.trajectory import Segment
 from turnwise.trajectory_file import TRAJECTORIES, effective_trajectories
 
-_MOST_PROMPTS: Final = 4
 _MOST_TASKS: Final = 20_000
 _WITHOUT_GROUPS: Final = ("gae", "reinforce_plus_plus", "remax")
 """Estimators whose baseline is not the group; the module that lists them would bring torch."""
@@ -61,8 +59,8 @@ class Curves:
     def mean(self, name: str, steps: Sequence[int] | None = None) -> float | None:
         """Return the mean of a metric over some steps, by default all; None without a value."""
         values = self._values.get(name, {})
-        chosen = [values[step] for step in (self.steps if steps is None else steps) if step in values]
-        return statistics.fmean(chosen) if chosen else None
+        selected_values = [values[step] for step in (self.steps if steps is None else steps) if step in values]
+        return statistics.fmean(selected_values) if selected_values else None
 
     def early(self, name: str) -> float | None:
         """Return the mean over the first third of the steps."""
@@ -91,36 +89,30 @@ class TurnGap:
         return self.total / max(1, self.tokens)
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt with tools, as a trajectory begins with it."""
-
-    trajectory: str
-    segment: Segment
-
-
 @dataclass
 class RunEvidence:
     """A run as the rules read it.
 
     Attributes:
-        evaluations: Step and success of each evaluation, sampled or else greedy.
+        evaluations: Success of each evaluation, sampled or else greedy.
+        warnings: Steps and texts of the warnings that it showed, by name.
         members: Trajectories of trained policies without an error, in order.
         gaps: Gaps by turn number, from 0.
         worst_gap: The token with the largest gap (a record of ``diagnostics.jsonl``), or None.
-        prompts: The first prompts with different tools.
+        prompts: The model's template, and the first prompts with different tools.
         unread: What could not be read, and why.
     """
 
     run: Path
     config: Mapping[str, Any]
     curves: Curves
-    evaluations: list[tuple[int, float]]
+    evaluations: list[float] = field(default_factory=list)
+    warnings: dict[str, dict[int, str]] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     gaps: dict[int, TurnGap] = field(default_factory=dict)
     worst_gap: Mapping[str, Any] | None = None
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: Prompts = field(default_factory=Prompts)
     unread: list[str] = field(default_factory=list)
 
     @classmethod
@@ -137,24 +129,30 @@ class RunEvidence:
             )
         records = read_metrics(run / METRICS_FILE)
         curves = Curves(record for record in records if record.get("kind") == "train")
-        least = THRESHOLDS["least_steps"]
-        if len(curves.steps) < least.value:
+        minimum_steps = THRESHOLDS["least_steps"]
+        if len(curves.steps) < minimum_steps.value:
             raise ConfigError(
-                f"{run} has {len(curves.steps)} train steps: explain needs at least {least.value:g} ({least.reason}). "
-                "The same command trains on, with larger steps where it has ended"
+                f"{run} has {len(curves.steps)} train steps: explain needs at least {minimum_steps.value:g} "
+                f"({minimum_steps.reason}). The same command trains on, with larger steps where it has ended"
             )
-        evaluations = [
-            (int(record["step"]), float(part["success"]["mean"]))
-            for record in records
-            if record.get("kind") == "eval" and (part := record.get("sampled") or record.get("greedy"))
-            and part["success"]["mean"] is not None
-        ]  # fmt: skip
         file = run / "config.yaml"
         config = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        evidence = cls(run, config if isinstance(config, dict) else {}, curves, evaluations)
+        evidence = cls(run, config if isinstance(config, dict) else {}, curves)
+        evidence.prompts = Prompts(
+            run, evidence.setting(f"{evidence.policy}.model.path"), evidence.setting("renderer.chat_template")
+        )
+        evidence._read_records(records)
         evidence._read_members()
         evidence._read_gaps()
         return evidence
+
+    def _read_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        for record in records:
+            part = record.get("sampled") or record.get("greedy")
+            if record.get("kind") == "eval" and part and part["success"]["mean"] is not None:
+                self.evaluations.append(float(part["success"]["mean"]))
+            elif record.get("kind") == "warning":
+                self.warnings.setdefault(str(record["name"]), {})[int(record["step"])] = str(record["text"])
 
     def _read_members(self) -> None:
         file = self.run / TRAJECTORIES
@@ -162,21 +160,15 @@ class RunEvidence:
             self.unread.append(f"{TRAJECTORIES} is missing: only metrics were read")
             return
         journal = summarize_journal(self.run / "journal.jsonl")
-        tool_sets: set[str] = set()
         for _, trajectory in effective_trajectories(file):
             if trajectory.partition != "train" or trajectory.frozen or trajectory.baseline:
                 continue
             if trajectory.error is not None:
-                self.counts.failed[trajectory.error] += 1
                 self.counts.failed_tokens += trajectory.sampled_tokens
                 continue
             step = _step_of(journal, trajectory.id)
             self.members.append(read_member(trajectory, step, self.counts))
-            root = trajectory.segments[0] if trajectory.segments else None
-            names = "" if root is None else " ".join(_tool_names(root))
-            if root is not None and names and names not in tool_sets and len(tool_sets) < _MOST_PROMPTS:
-                tool_sets.add(names)
-                self.prompts.append(Prompt(trajectory.id, root))
+            self.prompts.add(trajectory)
 
     def _read_gaps(self) -> None:
         file = self.run / "diagnostics.jsonl"
@@ -254,35 +246,10 @@ class RunEvidence:
 
     def share(self, has: Callable[[Member], bool], members: Sequence[Member] | None = None) -> float:
         """Return the share of sampled tokens that are in members with a property."""
-        chosen = self.members if members is None else members
-        return sum(member.tokens for member in chosen if has(member)) / max(1, sum(member.tokens for member in chosen))
-
-    @cached_property
-    def model(self) -> ModelFiles | None:
-        """Tokenizer and template of the trained model, from the newest checkpoint or the model's directory."""
-        checkpoints = sorted((self.run / "checkpoints").glob("step_*"), reverse=True)[:2]
-        folders = [path for folder in checkpoints for path in (folder, folder / "model")]
-        for folder in (*folders, Path(str(self.setting(f"{self.policy}.model.path") or ""))):
-            if (folder / "tokenizer.json").is_file():
-                try:
-                    return read_model_dir(folder)
-                except TurnwiseError as error:
-                    self.unread.append(f"the model's prompts: {error}")
-                    return None
-        self.unread.append("the model's prompts: no tokenizer of it is on this machine")
-        return None
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids; empty without a tokenizer."""
-        return "" if self.model is None else self.model.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    @cached_property
-    def template(self) -> str:
-        """The chat template that prompts are rendered with; empty where it cannot be read."""
-        path = self.setting("renderer.chat_template")
-        if isinstance(path, str) and Path(path).is_file():
-            return Path(path).read_text(encoding="utf-8")
-        return "" if path or self.model is None else self.model.tool_template or self.model.template or ""
+        sessions = self.members if members is None else members
+        return sum(member.tokens for member in sessions if has(member)) / max(
+            1, sum(member.tokens for member in sessions)
+        )
 
     @cached_property
     def task_data(self) -> dict[str, Mapping[str, Any]]:
@@ -299,12 +266,3 @@ class RunEvidence:
 def _step_of(journal: JournalSummary, trajectory: str) -> int | None:
     steps = journal.taken.get(journal.trajectories.get(trajectory, ""), [])
     return steps[-1] if steps else None
-
-
-def _tool_names(root: Segment) -> list[str]:
-    return [str(tool.get("function", tool).get("name")) for tool in root.tools or ()]
-
-
-def tool_names(prompt: Prompt) -> list[str]:
-    """Return the names of the tools that a prompt should show."""
-    return _tool_names(prompt.segment)

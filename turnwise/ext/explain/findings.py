@@ -59,8 +59,8 @@ class Finding:
         cls, name: str, level: Level, share: float, text: str, *evidence: str, keys: Sequence[str] | None = None
     ) -> Self:
         """Return a finding of a kind; empty texts are no evidence."""
-        shown = tuple(line for line in evidence if line)
-        return cls(name, level, min(1.0, share), text, shown, tuple(KINDS[name].keys if keys is None else keys))
+        lines = tuple(line for line in evidence if line)
+        return cls(name, level, min(1.0, share), text, lines, tuple(KINDS[name].keys if keys is None else keys))
 
     @property
     def stage(self) -> str:
@@ -98,12 +98,12 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
 
 
-def counted(counts: Iterable[tuple[str, int]], most: int = 3) -> tuple[str, ...]:
+def counted(counts: Iterable[tuple[str, int]], limit: int = 3) -> tuple[str, ...]:
     """Return the first entries of counts as texts."""
-    return tuple(f"{count} x {label}" for label, count in list(counts)[:most])
+    return tuple(f"{count} x {label}" for label, count in list(counts)[:limit])
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def listed(names: Sequence[str], limit: int = 5) -> str:
     """Return the first names as text."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

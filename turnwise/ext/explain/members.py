@@ -57,7 +57,6 @@ class Member:
     answer_tokens: int
     nll: float
     digest: int
-    seed: int
     temperature: float | None
 
     @property
@@ -76,10 +75,9 @@ class Counts:
         refusals: Messages of calls that were refused before a tool ran.
         call_texts: Final messages that look like a call and were not read as one; ``call_text`` shows one.
         cut_turns: Turn numbers, from 1, at which a limit ended an episode.
-        grown: What the longest message of such an episode was.
+        longest: What the longest message of such an episode was.
         forks: Forks by reason.
         prompt_tokens: Ids that were not sampled, and ``forked_tokens`` those of them on forks: encoded once more.
-        failures_by_error: Trajectories that an error ended, by error.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -89,12 +87,11 @@ class Counts:
     call_texts: int = 0
     call_text: str = ""
     cut_turns: Counter[int] = field(default_factory=Counter)
-    grown: Counter[str] = field(default_factory=Counter)
+    longest: Counter[str] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     forked_tokens: int = 0
     rewritten: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
     failed_tokens: int = 0
 
 
@@ -105,7 +102,7 @@ def read_member(trajectory: Trajectory, step: int | None, counts: Counts) -> Mem
     cut = _limit(trajectory, sampled)
     if cut:
         counts.cut_turns[len(sampled)] += 1
-        counts.grown[_longest_message(trajectory, sampled[-1:] if cut == TURN_LIMIT else trajectory.segments)] += 1
+        counts.longest[_longest_message(trajectory, sampled[-1:] if cut == TURN_LIMIT else trajectory.segments)] += 1
     _count_calls(metrics, counts)
     last_result = _count_contexts(trajectory, counts)
     refused = int(sum(metrics.get(f"tool_errors/{word}", 0) for word in FORMAT_ERRORS))
@@ -131,8 +128,7 @@ def read_member(trajectory: Trajectory, step: int | None, counts: Counts) -> Mem
         cut=cut, answer=answer[-_MOST_TEXT:], last_result=last_result,
         answer_tokens=len(sampled[-1].token_ids) if sampled else 0,
         nll=-float(sum(segment.logprobs.sum() for segment in sampled if segment.logprobs is not None)),
-        digest=digest, seed=trajectory.seed,
-        temperature=None if metrics.get("temperatures", 1.0) > 1 else metrics.get("temperature"),
+        digest=digest, temperature=None if metrics.get("temperatures", 1.0) > 1 else metrics.get("temperature"),
     )  # fmt: skip
 
 

@@ -129,77 +129,77 @@ def find_hack(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield a reward that rises while what is rewarded loses its shape."""
     curves = evidence.curves
     lowest, highest = evidence.reward_range
-    middle = (lowest + highest) / 2
-    rise = (curves.late("reward/mean") or 0.0) - (curves.early("reward/mean") or 0.0)
-    first, last = ([member for member in part if member.reward >= middle] for part in (evidence.early, evidence.late))
-    if highest == lowest or len(last) < bound("least_count"):
+    early = [member for member in evidence.early if member.reward >= (lowest + highest) / 2]
+    late = [member for member in evidence.late if member.reward >= (lowest + highest) / 2]
+    if highest == lowest or len(late) < bound("least_count"):
         return
+    rise = (curves.late("reward/mean") or 0.0) - (curves.early("reward/mean") or 0.0)
     rises = rise > bound("reward_rise") * (highest - lowest)
-    answer, before, after = _common_answer(first, last)
-    is_one_answer = after >= bound("one_answer") and len({member.task for member in last}) >= bound("least_count") / 3
-    signs = _shape_changes(first, last)
+    signs = _shape_changes(early, late)
+    answer, shares = _common_answer(early, late)
+    is_one_answer = shares[1] >= bound("one_answer")
     if is_one_answer:
-        signs.append(f"{answer[:_SHOWN]!r} is rewarded on {percent(after)} of the tasks, {percent(before)} at first")
-    evaluations = [success for _, success in evidence.evaluations] or [0.0]
+        percents = map(percent, shares)
+        signs.append("{!r} is rewarded on {} of the tasks at first, on {} at last".format(answer[:_SHOWN], *percents))
+    evaluations = evidence.evaluations or [0.0]
     is_worse = rises and evaluations[0] - evaluations[-1] > bound("reward_rise")
     if is_worse:
         signs.append(f"success in evaluations fell from {evaluations[0]:.2f} to {evaluations[-1]:.2f}")
-    spreads = is_one_answer and rises and after - before > bound("reward_rise")
-    is_constant = is_one_answer and min(before, after) > bound("always_fails")
+    spreads = is_one_answer and rises and shares[1] - shares[0] > bound("reward_rise")
+    is_constant = is_one_answer and min(shares) > bound("always_fails")
     if signs and (rises or is_constant):
         is_hack = spreads or is_worse or len(signs) > 1
         yield Finding.of(
             "reward_hack",
             Level.PROBLEM if is_hack else Level.WARNING if is_constant else Level.NOTE,
-            sum(member.tokens for member in last) / max(1, sum(member.tokens for member in evidence.late)),
+            sum(member.tokens for member in late) / sum(member.tokens for member in evidence.late),
             "the reward is earned another way than the tasks mean"
             if is_hack
             else "rewarded answers changed their shape, or are all the same: read some",
             f"{curves.trend('reward/mean')}; half of it by step {_onset(evidence)}",
             *signs,
-            f"a rewarded episode of the end: {last[-1].id}",
+            f"a rewarded episode of the end: {late[-1].id}",
         )
 
 
-def _common_answer(first: Sequence[Member], last: Sequence[Member]) -> tuple[str, float, float]:
-    """Return the episode that most tasks are rewarded for at last, and its share of the tasks then and at first.
+def _common_answer(early: Sequence[Member], late: Sequence[Member]) -> tuple[str, tuple[float, float]]:
+    """Return the episode that most tasks are rewarded for at last, and its shares of the tasks at first and then.
 
     Episodes without calls are the same where their answers are, up to case and punctuation; others by all their ids.
     """
-
-    def tasks_by_episode(members: Sequence[Member]) -> dict[Any, set[str]]:
-        tasks: defaultdict[Any, set[str]] = defaultdict(set)
-        for member in filter(lambda member: member.answer, members):
-            tasks[member.digest if member.calls else normalize(member.answer, "words")].add(member.task)
-            texts[member.digest if member.calls else normalize(member.answer, "words")] = member.answer
-        return tasks
-
     texts: dict[Any, str] = {}
-    before, after = tasks_by_episode(first), tasks_by_episode(last)
-    common = max(after, key=lambda key: len(after[key]), default="")
-    totals = [max(1, len({member.task for member in members})) for members in (first, last)]
-    return texts.get(common, ""), len(before.get(common, ())) / totals[0], len(after.get(common, ())) / totals[1]
+    tasks: tuple[defaultdict[Any, set[str]], ...] = (defaultdict(set), defaultdict(set))
+    for by_episode, members in zip(tasks, (early, late), strict=True):
+        for member in members:
+            key = member.digest if member.calls else normalize(member.answer, "words")
+            texts[key] = member.answer
+            by_episode[key].add(member.task)
+    totals = [len({member.task for member in members}) for members in (early, late)]
+    if totals[1] < bound("least_count") / 3:
+        return "", (0.0, 0.0)
+    common = max((key for key, text in texts.items() if text), key=lambda key: len(tasks[1][key]), default="")
+    return texts.get(common, ""), (len(tasks[0][common]) / max(1, totals[0]), len(tasks[1][common]) / totals[1])
 
 
-def _shape_changes(first: Sequence[Member], last: Sequence[Member]) -> list[str]:
+def _shape_changes(early: Sequence[Member], late: Sequence[Member]) -> list[str]:
     """Return how rewarded episodes changed their shape, beyond what learning does."""
-    if len(first) < bound("least_count"):
+    if len(early) < bound("least_count"):
         return []
     changes = []
-    lengths = [statistics.fmean(member.answer_tokens for member in members) for members in (first, last)]
+    lengths = [statistics.fmean(member.answer_tokens for member in members) for members in (early, late)]
     if lengths[1] > bound("shape_change") * lengths[0]:
         changes.append(f"rewarded final messages grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens")
-    calls = [statistics.fmean(member.calls for member in members) for members in (first, last)]
+    calls = [statistics.fmean(member.calls for member in members) for members in (early, late)]
     if calls[0] >= 1 and calls[1] * bound("shape_change") < calls[0]:
         changes.append(f"rewarded episodes call tools {calls[1]:.1f} times, {calls[0]:.1f} at first")
-    variety = [len({member.digest for member in members}) / len(members) for members in (first, last)]
+    variety = [len({member.digest for member in members}) / len(members) for members in (early, late)]
     if variety[1] * 2 * bound("shape_change") < variety[0]:
         changes.append(f"{percent(variety[1])} of rewarded episodes are different ones, {percent(variety[0])} at first")
     return changes
 
 
 def _onset(evidence: RunEvidence) -> int:
-    """Return the first step whose reward is nearer to the last third's than to the first's."""
+    """Return the first step whose reward is nearer to the last third's than to the paid_early's."""
     early, late = evidence.curves.early("reward/mean") or 0.0, evidence.curves.late("reward/mean") or 0.0
     rewards = evidence.curves.at("reward/mean")
     return next((step for step, reward in rewards.items() if abs(reward - late) < abs(reward - early)), 0)
@@ -251,18 +251,4 @@ def _was_learned(evidence: RunEvidence) -> bool:
     return early is not None and high - early > bound("reward_rise") * (high - low)
 
 
-def find_silent_parts(evidence: RunEvidence) -> Iterator[Finding]:
-    """Yield named rewards that never change while others do."""
-    parts = {name: set(evidence.curves.all(name)) for name in evidence.curves.names("reward/by_name/")}
-    constant = [name for name, values in parts.items() if len(values) == 1]
-    if constant and len(constant) < len(parts):
-        yield Finding.of(
-            "silent_parts",
-            Level.NOTE,
-            0.0,
-            f"parts of the reward never change: {listed(constant)}",
-            *(f"{name} is {max(parts[name]):g} in every step" for name in constant[:3]),
-        )
-
-
-RULES = (find_sign, find_unread_answers, find_hack, find_dead_groups, find_silent_parts)
+RULES = (find_sign, find_unread_answers, find_hack, find_dead_groups)

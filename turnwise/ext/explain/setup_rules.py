@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from turnwise.ext.explain.evidence import RunEvidence, tool_names
+from turnwise.ext.explain.evidence import RunEvidence
 from turnwise.ext.explain.findings import Finding, Level, percent
 from turnwise.ext.explain.members import Member
 from turnwise.ext.explain.thresholds import bound
@@ -48,24 +48,24 @@ def find_step_size(evidence: RunEvidence) -> Iterator[Finding]:
 
 def find_hidden_tools(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield tools that the prompt does not name, by its tokens."""
-    for prompt in evidence.prompts if evidence.model is not None else ():
-        text = evidence.decode(prompt.segment.token_ids.tolist())
-        names = tool_names(prompt)
-        missing = [name for name in names if name not in text]
-        if not missing:
-            continue
-        template = evidence.template.splitlines()
-        lines = [str(number) for number, line in enumerate(template, 1) if "tools" in line]
-        yield Finding.of(
-            "hidden_tools",
-            Level.PROBLEM,
-            len(missing) / len(names),
-            f"the prompt does not name {len(missing)} of {len(names)} tools: the model cannot know of them",
-            f"trajectory {prompt.trajectory}, the {len(prompt.segment.token_ids)} tokens before turn 1 lack "
-            f"{', '.join(missing)}",
-            f"lines of the chat template that read tools: {', '.join(lines) or 'none'} of {len(template)}",
-        )
-        return
+    prompts = evidence.prompts
+    for prompt in prompts.first.values() if prompts.model is not None else ():
+        text = prompts.text(prompt)
+        missing = [name for name in prompt.tools if name not in text]
+        if missing:
+            lines = [str(number) for number, line in enumerate(prompts.template, 1) if "tools" in line]
+            yield Finding.of(
+                "hidden_tools",
+                Level.PROBLEM,
+                len(missing) / len(prompt.tools),
+                f"the prompt does not name {len(missing)} of {len(prompt.tools)} tools: the model cannot know of them",
+                f"trajectory {prompt.trajectory}: the {len(prompt.token_ids)} tokens before turn 1 lack "
+                f"{', '.join(missing)}",
+                f"lines of the chat template that read tools: {', '.join(lines) or 'none'} of {len(prompts.template)}",
+            )
+            return
+    if prompts.unread:
+        evidence.unread.append(f"the model's prompts: {prompts.unread}")
 
 
 def find_staleness(evidence: RunEvidence) -> Iterator[Finding]:
@@ -87,13 +87,13 @@ def find_staleness(evidence: RunEvidence) -> Iterator[Finding]:
         )
     gaps = curves.all("gap/mean") or [0.0]
     if max(ages, default=0.0) <= 0 and gaps[0] < bound("equal_gap") and _late_gap(evidence) > bound("most_gap"):
-        shown = ", ".join(f"{gap:.2g}" for gap in gaps[:4])
+        steps = ", ".join(f"{gap:.2g}" for gap in gaps[:4])
         yield Finding.of(
             "stale",
             Level.PROBLEM,
             1.0,
             "servers sample with older weights than they name: trainer and server agreed at first and drift apart",
-            f"gap/mean in nats by step: {shown} ... {_late_gap(evidence):.2g}, while each token is named as fresh",
+            f"gap/mean in nats by step: {steps} ... {_late_gap(evidence):.2g}, while each token is named as fresh",
         )
 
 
@@ -105,13 +105,13 @@ def find_temperature(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield another temperature than the trainer's: as recorded, or as the sampled tokens show."""
     configured = evidence.setting("rollout.temperature")
     expected = 1.0 if configured is None else float(configured)
-    others = {member.temperature for member in evidence.members if member.temperature is not None} - {expected}
-    if others:
+    recorded = {member.temperature for member in evidence.members if member.temperature is not None}
+    if recorded - {expected}:
         yield Finding.of(
             "temperature",
             Level.PROBLEM,
-            evidence.share(lambda member: member.temperature in others),
-            f"tokens are sampled at temperature {min(others):g}, and the loss assumes {expected:g}",
+            evidence.share(lambda member: member.temperature not in (None, expected)),
+            f"tokens are sampled at temperature {min(recorded - {expected}):g}, and the loss assumes {expected:g}",
         )
         return
     yield from _other_distribution(evidence, f"rollout.temperature is {expected:g}")

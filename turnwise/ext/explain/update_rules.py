@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from turnwise.ext.explain.evidence import RunEvidence
-from turnwise.ext.explain.findings import Finding, Level, level_of, percent
+from turnwise.ext.explain.findings import Finding, Level
 from turnwise.ext.explain.thresholds import bound
 
 _LEAST_MARK: Final = 4
@@ -20,12 +20,12 @@ def find_gap(evidence: RunEvidence) -> Iterator[Finding]:
     by_turn = sorted(evidence.gaps.items(), key=lambda entry: -entry[1].mean)[:3]
     token, line = "", ""
     if worst := evidence.worst_gap:
-        before, text = str(worst.get("before", "")), str(worst.get("text", worst["token"]))
+        preceding, text = str(worst.get("before", "")), str(worst.get("text", worst["token"]))
         token = (
-            f"the largest is {worst['gap']:.3g} nats at {text!r} after {before!r}, turn {worst['turn'] + 1} of "
+            f"the largest is {worst['gap']:.3g} nats at {text!r} after {preceding!r}, turn {worst['turn'] + 1} of "
             f"trajectory {worst['trajectory']}"
         )
-        line = _template_line(evidence, [text.strip(), *reversed(before.split())])
+        line = _template_line(evidence, [text.strip(), *reversed(preceding.split())])
     yield Finding.of(
         "gap",
         Level.PROBLEM,
@@ -40,7 +40,7 @@ def find_gap(evidence: RunEvidence) -> Iterator[Finding]:
 def _template_line(evidence: RunEvidence, words: list[str]) -> str:
     """Return the line of the template that writes the words around a token; empty where none does."""
     marks = [word for word in words if len(word) >= _LEAST_MARK][:2]
-    for number, line in enumerate(evidence.template.splitlines(), 1):
+    for number, line in enumerate(evidence.prompts.template, 1):
         if any(mark in line for mark in marks):
             return f"line {number} of the chat template writes the text there: {line.strip()[:80]}"
     return ""
@@ -64,42 +64,37 @@ def find_entropy(evidence: RunEvidence) -> Iterator[Finding]:
         )
 
 
-def find_divergence(evidence: RunEvidence) -> Iterator[Finding]:
-    """Yield steps that move the policy too far, and a penalty that outweighs the reward."""
+_SHARES: Final = {
+    "clipped": "train/clip_fraction",
+    "divergence": "train/clip_fraction",
+    "cut": "dropped/cut_tokens",
+    "failed": "dropped/failed_tokens",
+    "correction": "correction/rejected",
+    "not_finite": "train/non_finite_updates",
+    "short": "",
+    "empty": "",
+    "unforked": "",
+}
+"""Warnings of a run that no other rule explains, and the metric of what each loses."""
+
+
+def find_warned(evidence: RunEvidence) -> Iterator[Finding]:
+    """Yield what the run itself warned of, again and again or at last: updates, rows, errors."""
     curves = evidence.curves
-    clipped, kl = curves.late("train/clip_fraction") or 0.0, curves.late("train/approx_kl") or 0.0
-    if clipped > bound("most_clipped") or kl > bound("most_kl"):
-        yield Finding.of(
-            "divergence",
-            Level.WARNING,
-            clipped,
-            f"within a step the policy moves by {kl:.2g} nats, and {percent(clipped)} of tokens are clipped",
-            f"train/ratio_max is {max(curves.all('train/ratio_max'), default=1):.3g} at most",
-        )
+    for name, steps in evidence.warnings.items():
+        if name in _SHARES and (len(steps) > 1 or max(steps) >= curves.last_steps[0]):
+            lost = curves.mean(_SHARES[name]) or 0.0
+            if _SHARES[name].startswith("dropped/"):
+                lost /= max(1.0, lost + (curves.mean("batch/trained_tokens") or 0.0))
+            listing = ", ".join(map(str, steps))
+            yield Finding.of(
+                "warned", Level.WARNING, lost, f"{name}: {steps[max(steps)]}", f"it warned of it at step {listing}"
+            )
     penalty, spread = curves.late("kl/penalty") or 0.0, curves.late("reward/std") or 0.0
     if penalty > spread > 0:
-        yield Finding.of(
-            "kl_penalty",
-            Level.WARNING,
-            penalty / (penalty + spread),
-            "the KL penalty outweighs the rewards' differences",
-            f"kl/penalty {penalty:.2g}, reward/std {spread:.2g}, kl/coef {curves.late('kl/coef') or 0:.2g}",
-        )
+        figures = f"kl/penalty {penalty:.2g}, reward/std {spread:.2g}, kl/coef {curves.late('kl/coef') or 0:.2g}"
+        text = "the KL penalty outweighs the rewards' differences"
+        yield Finding.of("kl_penalty", Level.WARNING, penalty / (penalty + spread), text, figures)
 
 
-def find_lost_tokens(evidence: RunEvidence) -> Iterator[Finding]:
-    """Yield tokens for which rows had no room, updates that were not finite, and tokens that a correction rejected."""
-    curves = evidence.curves
-    lost, trained = curves.mean("dropped/cut_tokens") or 0.0, curves.mean("batch/trained_tokens") or 0.0
-    if (share := lost / max(1.0, lost + trained)) > bound("cut_rows"):
-        text, shown = f"{percent(share)} of the tokens to train had no room", f"dropped/cut_tokens is {lost:.0f} a step"
-        yield Finding.of("cut_rows", max(Level.WARNING, level_of(share)), share, text, shown)
-    if broken := sum(curves.all("train/non_finite_updates")):
-        share = broken / (broken + sum(curves.all("train/updates")))
-        yield Finding.of("non_finite", level_of(share), share, f"{broken:.0f} updates had no finite gradient")
-    if (share := curves.late("correction/rejected") or 0.0) > bound("warning_share"):
-        text = f"algorithm.correction rejects {percent(share)} of tokens"
-        yield Finding.of("rejected", level_of(share), share, text, curves.trend("correction/ess"))
-
-
-RULES = (find_gap, find_entropy, find_divergence, find_lost_tokens)
+RULES = (find_gap, find_entropy, find_warned)
