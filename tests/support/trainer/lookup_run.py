@@ -144,21 +144,22 @@ def train_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "batch": {"groups": GROUPS, "max_tokens_per_micro_batch": 256},
         "checkpoint": {"every": 1, "keep": None},
     }
-    return TrainConfig.model_validate(_merged(plain, changes))
+    return TrainConfig.model_validate(merged(plain, changes))
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with others laid over them, sections key by key."""
     merged = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], dict) and isinstance(above[name], dict):
-            merged[name] = _merged(below[name], above[name])
+            merged[name] = merged(below[name], above[name])
     return merged
 
 
 def held_config(model: Path, runs: Path, hold: int, gate: Path | None = None, **changes: Any) -> TrainConfig:
     """Return a configuration whose episode number ``hold`` waits; the file ``gate`` says that it does."""
     env = {"name": "support.envs.run_envs:Held", "config": {"hold": hold, "gate": str(gate or runs / "gate")}}
-    return train_config(model, runs, **_merged({"rollout": {"env": env}}, changes))
+    return train_config(model, runs, **merged({"rollout": {"env": env}}, changes))
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
