@@ -54,7 +54,7 @@ def build_color_model(directory: Path) -> None:
     for task in color_tasks(480):
         kind = draw.random()
         answer = task.data["answer"] if kind < 0.45 else draw.choice(COLORS) if kind < 0.9 else LIST
-        rows.append({"messages": [*task.messages(), {"role": "assistant", "content": answer}]})
+        rows.append({"messages": [*task.messages(), {"role": "assistant", "content": answer}], "tools": []})
     base, data = directory / "base", directory / "demonstrations.jsonl"
     make_model(base, rows, seed=0, width=64, layers=2)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
