@@ -149,11 +149,11 @@ def train_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return settings with others laid over them, sections key by key."""
-    merged = {**below, **above}
+    settings = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], dict) and isinstance(above[name], dict):
-            merged[name] = merged(below[name], above[name])
-    return merged
+            settings[name] = merged(below[name], above[name])
+    return settings
 
 
 def held_config(model: Path, runs: Path, hold: int, gate: Path | None = None, **changes: Any) -> TrainConfig:
