@@ -20,6 +20,7 @@ from support.trainer.lookup_run import MODEL, silent
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import ToolError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
+from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trainer.config.offline import SFTConfig
@@ -45,6 +46,13 @@ def color_tasks(n: int = 96) -> Iterator[Task]:
     for number in range(n):
         item = THINGS[number % len(THINGS)]
         yield Task(f"{item}-{number}", f"What color is a {item}?", {"answer": color_of(item)})
+
+
+def unknown_tasks(n: int = 96, *, answers: str = "ultramarine") -> Iterator[Task]:
+    """Yield the questions with answers that nobody can know: of some words one that is drawn by the task's id."""
+    for task in color_tasks(n):
+        words = answers.split("-")
+        yield replace(task, data={"answer": words[stable_hash("answer", task.id) % len(words)]})
 
 
 def build_color_model(directory: Path) -> None:
@@ -84,13 +92,6 @@ class Boxed(Colors):
 
     def pay(self, answer: str) -> float:
         return float(f"\\boxed{{{self.task.data['answer']}}}" in answer)
-
-
-class TooHard(Colors):
-    """Asks for a color that the model does not know."""
-
-    def pay(self, answer: str) -> float:
-        return float(answer == "ultramarine")
 
 
 class TooEasy(Colors):
@@ -188,12 +189,12 @@ PLANTED: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [COLOR, {"rollout": {"temperature": 0.5}, "policies": {"main": {"engine": f"{_HERE}:WarmLearner"}}}],
     ),
     "a tool that always fails": ("broken_tool", [LOOKUP, env("BrokenTool")]),
-    "all tasks too hard": ("never_rewarded", [COLOR, env("TooHard")]),
+    "all tasks too hard": ("never_rewarded", [COLOR, {"tasks": f"{_HERE}:unknown_tasks"}]),
     "all tasks solved": ("all_solved", [COLOR, env("TooEasy")]),
     "stale weights by a bug": (
         "stale", [COLOR, {"policies": {"main": {"weight_transport": {"name": f"{_HERE}:StuckTransport"}}}}],
     ),
-    "a reward that is hacked": ("reward_hack", [COLOR, env("Containing")]),
+    "a reward that is hacked": ("reward_hack", [COLOR, env("Containing"), {"tasks": f"{_HERE}:unknown_tasks?answers={'-'.join(COLORS)}", "steps": 24}]),
 }  # fmt: skip
 """By what is planted: the finding that should come first, and the settings of the run."""
 

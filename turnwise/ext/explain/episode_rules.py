@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,17 +43,30 @@ def find_limits(evidence: RunEvidence) -> Iterator[Finding]:
         return
     limit, count = ends.most_common(1)[0]
     keys = _LIMIT_KEYS[limit]
+    level = _level(evidence, share, lambda member: bool(member.cut))
+    nearness = _nearness(evidence, limit, evidence.setting(keys[0]))
     turns = [(f"turn {turn}", episodes) for turn, episodes in evidence.counts.cut_turns.most_common()]
     yield Finding.of(
         "limits",
-        _level(evidence, share, lambda member: bool(member.cut)),
+        level if nearness >= bound("near_limit") else Level.NOTE,
         share,
         f"{percent(share)} of the sampled tokens are in episodes that a limit cut off, most often {limit}",
         f"{count} episodes ended at {limit} ({', '.join(f'{key} {evidence.setting(key)}' for key in keys)})",
+        f"a tenth of what ended itself came to {percent(nearness)} of the limit, or nearer",
         f"at which turn: {', '.join(counted(turns))}",
         f"what grew: {', '.join(counted(evidence.counts.longest.most_common()))}",
         keys=keys,
     )
+
+
+def _nearness(evidence: RunEvidence, limit: str, largest: float | None) -> float:
+    """Return how near to a limit a tenth of the episodes came that ended themselves; 1 where that is unknown."""
+    sizes = {TURN_LIMIT: "longest_turn", "max_tokens": "tokens", "max_turns": "turns"}
+    ended = [member for member in evidence.members if not member.cut]
+    if limit not in sizes or not largest or len(ended) < bound("least_count"):
+        return 1.0
+    lengths = sorted(operator.attrgetter(sizes[limit])(member) for member in ended)
+    return float(lengths[-1 - len(lengths) // 10] / largest)
 
 
 def find_failing_tools(evidence: RunEvidence) -> Iterator[Finding]:
@@ -89,10 +103,11 @@ def find_failing_tools(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _is_broken(evidence: RunEvidence, tool: str, calls: int) -> bool:
-    """Whether all calls of a tool fail in the tool itself, as far as its messages were recorded."""
-    ran = evidence.counts.messages[tool].total()
-    failures = min(evidence.counts.failures[tool], ran) if evidence.counts.refusals else evidence.counts.failures[tool]
-    return tool != UNKNOWN_TOOL and calls >= bound("least_count") and failures >= bound("always_fails") * calls
+    """Whether no call of a tool succeeds, also where the tool itself answered."""
+    counts = evidence.counts
+    ran = counts.messages[tool].total() if counts.refusals else counts.failures[tool]
+    is_failing = counts.failures[tool] >= bound("always_fails") * calls
+    return tool != UNKNOWN_TOOL and is_failing and ran >= bound("least_count")
 
 
 def find_refused_calls(evidence: RunEvidence) -> Iterator[Finding]:

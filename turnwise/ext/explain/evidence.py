@@ -98,7 +98,7 @@ class RunEvidence:
         warnings: Steps and texts of the warnings that it showed, by name.
         members: Trajectories of trained policies without an error, in order.
         gaps: Gaps by turn number, from 0.
-        worst_gap: The token with the largest gap (a record of ``diagnostics.jsonl``), or None.
+        largest_gaps: The tokens of each step with the largest gaps, as ``diagnostics.jsonl`` has them.
         prompts: The model's template, and the first prompts with different tools.
         unread: What could not be read, and why.
     """
@@ -111,7 +111,7 @@ class RunEvidence:
     members: list[Member] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     gaps: dict[int, TurnGap] = field(default_factory=dict)
-    worst_gap: Mapping[str, Any] | None = None
+    largest_gaps: list[Mapping[str, Any]] = field(default_factory=list)
     prompts: Prompts = field(default_factory=Prompts)
     unread: list[str] = field(default_factory=list)
 
@@ -185,9 +185,7 @@ class RunEvidence:
                     gap = self.gaps.setdefault(int(turn["turn"]), TurnGap())
                     gap.tokens += int(turn["tokens"])
                     gap.total += float(turn["mean"]) * int(turn["tokens"])
-                for token in record.get("largest", ())[:1]:
-                    if self.worst_gap is None or token["gap"] > self.worst_gap["gap"]:
-                        self.worst_gap = {**token, "step": record["step"]}
+                self.largest_gaps += record.get("largest", ())
 
     def setting(self, key: str) -> Any:
         """Return a value of the configuration by its dotted key; None where it is missing."""

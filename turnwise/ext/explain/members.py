@@ -55,6 +55,7 @@ class Member:
     answer: str
     last_result: str
     answer_tokens: int
+    longest_turn: int
     nll: float
     digest: int
     temperature: float | None
@@ -127,6 +128,7 @@ def read_member(trajectory: Trajectory, step: int | None, counts: Counts) -> Mem
         calls=int(metrics.get("tool_calls", 0)), errors=int(metrics.get("tool_errors", 0)), refused=max(0, refused),
         cut=cut, answer=answer[-_MOST_TEXT:], last_result=last_result,
         answer_tokens=len(sampled[-1].token_ids) if sampled else 0,
+        longest_turn=max((len(segment.token_ids) for segment in sampled), default=0),
         nll=-float(sum(segment.logprobs.sum() for segment in sampled if segment.logprobs is not None)),
         digest=digest, temperature=None if metrics.get("temperatures", 1.0) > 1 else metrics.get("temperature"),
     )  # fmt: skip

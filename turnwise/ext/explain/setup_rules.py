@@ -105,46 +105,66 @@ def find_temperature(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield another temperature than the trainer's: as recorded, or as the sampled tokens show."""
     configured = evidence.setting("rollout.temperature")
     expected = 1.0 if configured is None else float(configured)
-    recorded = {member.temperature for member in evidence.members if member.temperature is not None}
-    if recorded - {expected}:
+    recorded = {member.temperature for member in evidence.members if member.temperature is not None} - {expected}
+    if recorded:
         yield Finding.of(
             "temperature",
             Level.PROBLEM,
-            evidence.share(lambda member: member.temperature not in (None, expected)),
-            f"tokens are sampled at temperature {min(recorded - {expected}):g}, and the loss assumes {expected:g}",
+            evidence.share(lambda member: member.temperature in recorded),
+            f"tokens are sampled at temperature {min(recorded):g}, and the loss assumes {expected:g}",
         )
-        return
-    yield from _other_distribution(evidence, f"rollout.temperature is {expected:g}")
+    elif difference := _sharpness(evidence) or _surprise(evidence):
+        yield Finding.of(
+            "temperature",
+            Level.PROBLEM,
+            1.0,
+            "servers sample at another temperature than the trainer assumes, or from another distribution",
+            difference,
+            f"rollout.temperature is {expected:g}; {evidence.curves.trend('gap/mean')}",
+        )
 
 
-def _other_distribution(evidence: RunEvidence, setting: str) -> Iterator[Finding]:
-    """Yield sampled tokens whose mean surprise is not the entropy of the trainer's distribution."""
+def _sharpness(evidence: RunEvidence) -> str:
+    """Return how log-probabilities of both sides depend on each other where they differ most; empty at a slope of 1.
+
+    Those at temperature t are 1 / t times those at 1, up to a constant of the position.
+    """
+    pairs = [(token["trainer"], token["rollout"]) for token in evidence.largest_gaps]
+    if len(pairs) < bound("least_count") or max(evidence.curves.all("lag/max"), default=0.0) > 0:
+        return ""
+    trainer, rollout = zip(*pairs, strict=True)
+    if _late_gap(evidence) < bound("most_gap") or min(max(trainer) - min(trainer), max(rollout) - min(rollout)) <= 0:
+        return ""
+    slope, fit = statistics.linear_regression(trainer, rollout).slope, statistics.correlation(trainer, rollout)
+    if fit < bound("least_fit") or abs(slope - 1) < bound("distribution"):
+        return ""
+    return (
+        f"at the {len(pairs)} tokens that differ most the server's log-probabilities are {slope:.2f} times the "
+        f"trainer's (correlation {fit:.2f}): the server's temperature is {1 / slope:.2g} of the trainer's"
+    )
+
+
+def _surprise(evidence: RunEvidence) -> str:
+    """Return the mean surprise of sampled tokens where it is not the entropy of the trainer's distribution."""
     curves = evidence.curves
     weights, entropies = curves.at("train/tokens"), curves.at("train/entropy")
     trained = sum(weights.get(step, 0.0) for step in entropies)
     members = _trained_members(evidence)
-    tokens = sum(member.tokens for member in members)
     is_truncated = (curves.mean("sampling/truncated") or 0.0) > 0
-    if not trained or tokens < bound("least_tokens") or is_truncated or max(curves.all("lag/max"), default=0.0) > 0:
-        return
-    gap = (curves.all("gap/mean") or [0.0])[0]
-    if gap < bound("equal_gap") and _late_gap(evidence) > bound("most_gap"):
-        # Old weights explain it.
-        return
+    # Old weights explain a gap that grows.
+    drifts = _late_gap(evidence) > bound("most_gap") > (curves.all("gap/mean") or [0.0])[0]
+    is_old = drifts or max(curves.all("lag/max"), default=0.0) > 0
+    if not trained or len(members) < bound("least_count") or is_truncated or is_old:
+        return ""
+    tokens = sum(member.tokens for member in members)
     entropy = sum(entropy * weights.get(step, 0.0) for step, entropy in entropies.items()) / trained
     surprise = sum(member.nll for member in members) / tokens
     error = math.sqrt(sum((member.nll - surprise * member.tokens) ** 2 for member in members)) / tokens
     if abs(surprise - entropy) < max(bound("distribution") * entropy, bound("standard_errors") * error):
-        return
-    yield Finding.of(
-        "temperature",
-        Level.PROBLEM,
-        1.0,
-        f"servers sample at a {'lower' if surprise < entropy else 'higher'} temperature than the trainer assumes, or "
-        "from another distribution",
+        return ""
+    return (
         f"by the server's numbers a sampled token costs {surprise:.3g} nats (error {error:.2g}), and the entropy of "
-        f"the trainer's distribution there is {entropy:.3g}: of one distribution both agree",
-        f"gap/mean is {gap:.2g} nats at the first step, {_late_gap(evidence):.2g} in the last third; {setting}",
+        f"the trainer's distribution there is {entropy:.3g}: of one distribution both agree"
     )
 
 

@@ -19,7 +19,8 @@ def find_gap(evidence: RunEvidence) -> Iterator[Finding]:
         return
     by_turn = sorted(evidence.gaps.items(), key=lambda entry: -entry[1].mean)[:3]
     token, line = "", ""
-    if worst := evidence.worst_gap:
+    if evidence.largest_gaps:
+        worst = max(evidence.largest_gaps, key=lambda gap: gap["gap"])
         preceding, text = str(worst.get("before", "")), str(worst.get("text", worst["token"]))
         token = (
             f"the largest is {worst['gap']:.3g} nats at {text!r} after {preceding!r}, turn {worst['turn'] + 1} of "
