@@ -1,4 +1,4 @@
-"""Runs that fail for one planted reason each, which explain names first; healthy runs, of which it has notes at most."""
+"""Runs that fail for one planted reason each, which is the first finding; healthy runs, with notes at most."""
 
 from __future__ import annotations
 

@@ -194,7 +194,10 @@ PLANTED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "stale weights by a bug": (
         "stale", [COLOR, {"policies": {"main": {"weight_transport": {"name": f"{_HERE}:StuckTransport"}}}}],
     ),
-    "a reward that is hacked": ("reward_hack", [COLOR, env("Containing"), {"tasks": f"{_HERE}:unknown_tasks?answers={'-'.join(COLORS)}", "steps": 24}]),
+    "a reward that is hacked": (
+        "reward_hack",
+        [COLOR, env("Containing"), {"tasks": f"{_HERE}:unknown_tasks?answers={'-'.join(COLORS)}", "steps": 24}],
+    ),
 }  # fmt: skip
 """By what is planted: the finding that should come first, and the settings of the run."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from turnwise.ext.explain.evidence import RunEvidence
@@ -52,21 +51,27 @@ def find_limits(evidence: RunEvidence) -> Iterator[Finding]:
         share,
         f"{percent(share)} of the sampled tokens are in episodes that a limit cut off, most often {limit}",
         f"{count} episodes ended at {limit} ({', '.join(f'{key} {evidence.setting(key)}' for key in keys)})",
-        f"a tenth of what ended itself came to {percent(nearness)} of the limit, or nearer",
+        f"a tenth of what was not cut off came to {percent(nearness)} of the limit, or nearer",
         f"at which turn: {', '.join(counted(turns))}",
         f"what grew: {', '.join(counted(evidence.counts.longest.most_common()))}",
         keys=keys,
     )
 
 
+_SIZES: Final[Mapping[str, Callable[[Member], int]]] = {
+    TURN_LIMIT: lambda member: member.longest_turn,
+    "max_tokens": lambda member: member.tokens,
+    "max_turns": lambda member: member.turns,
+}
+
+
 def _nearness(evidence: RunEvidence, limit: str, largest: float | None) -> float:
-    """Return how near to a limit a tenth of the episodes came that ended themselves; 1 where that is unknown."""
-    sizes = {TURN_LIMIT: "longest_turn", "max_tokens": "tokens", "max_turns": "turns"}
-    ended = [member for member in evidence.members if not member.cut]
-    if limit not in sizes or not largest or len(ended) < bound("least_count"):
+    """Return how near to a limit a tenth of the episodes came that were not cut off; 1 where that is unknown."""
+    size = _SIZES.get(limit)
+    sizes = sorted(size(member) for member in evidence.members if not member.cut) if size else []
+    if not largest or len(sizes) < bound("least_count"):
         return 1.0
-    lengths = sorted(operator.attrgetter(sizes[limit])(member) for member in ended)
-    return float(lengths[-1 - len(lengths) // 10] / largest)
+    return sizes[-1 - len(sizes) // 10] / largest
 
 
 def find_failing_tools(evidence: RunEvidence) -> Iterator[Finding]:

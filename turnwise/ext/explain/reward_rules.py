@@ -58,8 +58,9 @@ def find_unread_answers(evidence: RunEvidence) -> Iterator[Finding]:
     answered = answered[:: 1 + len(answered) // _MOST_READ]
     if sum(member.reward < middle for member in answered) < bound("least_count"):
         return
+    of_task = _matches_task(evidence)
     for label, is_right in (
-        ("the right answer of their task", _matches_task(evidence)),
+        ("the right answer of their task", of_task),
         ("an answer that was paid in their group, written otherwise", _matches_group(evidence, middle)),
         ("the last tool result, which is the answer,", _repeats_result(evidence, middle)),
     ):
@@ -68,7 +69,11 @@ def find_unread_answers(evidence: RunEvidence) -> Iterator[Finding]:
         if len(unread) < bound("least_count") or len(unread) < bound("unread_answers") * len(right):
             continue
         wrong = [member.reward for member in answered if not is_right(member)]
-        is_inverted = bool(wrong) and statistics.fmean(member.reward for member in right) < statistics.fmean(wrong)
+        is_inverted = (
+            is_right is of_task
+            and bool(wrong)
+            and statistics.fmean(member.reward for member in right) < statistics.fmean(wrong)
+        )
         what = "is turned: wrong answers earn more than right ones" if is_inverted else "misses right answers"
         is_most = is_inverted or len(unread) > bound("problem_share") * len(right)
         different_tasks = {member.task: member for member in unread}.values()

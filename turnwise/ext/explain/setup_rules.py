@@ -135,12 +135,12 @@ def _sharpness(evidence: RunEvidence) -> str:
     trainer, rollout = zip(*pairs, strict=True)
     if _late_gap(evidence) < bound("most_gap") or min(max(trainer) - min(trainer), max(rollout) - min(rollout)) <= 0:
         return ""
-    slope, fit = statistics.linear_regression(trainer, rollout).slope, statistics.correlation(trainer, rollout)
-    if fit < bound("least_fit") or abs(slope - 1) < bound("distribution"):
+    slope, correlation = statistics.linear_regression(trainer, rollout).slope, statistics.correlation(trainer, rollout)
+    if correlation < bound("least_fit") or abs(slope - 1) < bound("distribution"):
         return ""
     return (
         f"at the {len(pairs)} tokens that differ most the server's log-probabilities are {slope:.2f} times the "
-        f"trainer's (correlation {fit:.2f}): the server's temperature is {1 / slope:.2g} of the trainer's"
+        f"trainer's (correlation {correlation:.2f}): the server's temperature is {1 / slope:.2g} of the trainer's"
     )
 
 
