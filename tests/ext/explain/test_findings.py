@@ -17,9 +17,8 @@ from turnwise.cli.app import app
 from turnwise.errors import ConfigError, FormatError
 from turnwise.ext.explain.evidence import Curves, RunEvidence, TurnGap
 from turnwise.ext.explain.explain import RULES, explain_run
-from turnwise.ext.explain.findings import KINDS, STAGES, Finding, Level, in_order
+from turnwise.ext.explain.findings import KINDS, STAGES, THRESHOLDS, Finding, Level, in_order
 from turnwise.ext.explain.members import Member
-from turnwise.ext.explain.thresholds import THRESHOLDS
 
 STEPS = 9
 
@@ -28,8 +27,8 @@ def member(number: int, **changes: Any) -> Member:
     """Return a member of a group of four, two of which earn 1."""
     values: dict[str, Any] = {
         "id": f"m{number}", "task": f"task-{number // 4}", "group": f"g{number // 4}", "step": 1 + number // 8,
-        "lag": 0, "reward": float(number % 2), "tokens": 10, "turns": 2, "calls": 1, "errors": 0, "refused": 0, "cut": "",
-        "answer": f"answer {number}", "last_result": "", "answer_tokens": 3, "longest_turn": 6, "nll": 5.0,
+        "lag": 0, "reward": float(number % 2), "tokens": 10, "turns": 2, "calls": 1, "errors": 0, "refused": 0,
+        "cut": "", "answer": f"answer {number}", "last_result": "", "answer_tokens": 3, "longest_turn": 6, "nll": 5.0,
         "digest": number, "temperature": 1.0,
     }  # fmt: skip
     return Member(**{**values, **changes})
@@ -80,7 +79,6 @@ def test_run_that_learns_has_no_findings() -> None:
         ("equal_rewards", Level.PROBLEM, varied(reward=0.4), {}),
         ("limits", Level.PROBLEM, varied(cut="max_turns", reward=0.0), {}),
         ("entropy_collapse", Level.WARNING, None, {"train__entropy": [1.0] * 3 + [0.02] * 6}),
-        ("kl_penalty", Level.WARNING, None, {"kl__penalty": 0.5, "reward__std": 0.1}),
     ],
 )
 def test_rule_finds_what_it_is_for(name: str, level: Level, members: list[Member] | None, series: Any) -> None:

@@ -37,6 +37,7 @@ PLUGGED_IN = (
     "check-sandbox",
     "convert-config",
     "convert-gguf",
+    "explain",
     "export-env",
     "init",
     "report",

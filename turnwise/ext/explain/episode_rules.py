@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from turnwise.ext.explain.evidence import RunEvidence
-from turnwise.ext.explain.findings import Finding, Level, counted, level_of, listed, percent
+from turnwise.ext.explain.findings import Finding, Level, bound, counted, level_of, listed, percent
 from turnwise.ext.explain.members import TURN_LIMIT, Member
-from turnwise.ext.explain.thresholds import bound
 from turnwise.tools.response import UNKNOWN_TOOL
 
 _LIMIT_KEYS: Final = {

@@ -15,9 +15,9 @@ import orjson
 from turnwise.config import read_yaml
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.directory import recorded_sources, success_rule
+from turnwise.ext.explain.findings import THRESHOLDS
 from turnwise.ext.explain.members import Counts, Member, read_member
 from turnwise.ext.explain.prompts import Prompts
-from turnwise.ext.explain.thresholds import THRESHOLDS
 from turnwise.rollout.journal.summary import JournalSummary, summarize_journal
 from turnwise.tasks.config import sources_of
 from turnwise.tasks.reader import load_tasks

@@ -9,8 +9,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-from turnwise.ext.explain.thresholds import bound
-
 
 class Level(IntEnum):
     """How much a finding holds learning back."""
@@ -28,11 +26,26 @@ class Kind(NamedTuple):
     remedy: str
 
 
+class Threshold(NamedTuple):
+    """A bound of a rule, and why it is where it is."""
+
+    value: float
+    reason: str
+
+
 STAGES: Final = ("setup", "reward", "tools", "limits", "groups", "updates")
 _ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 KINDS: Final[Mapping[str, Kind]] = {name: Kind(**row) for name, row in _ROWS.items()}
 """All findings that there are, by name."""
+_BOUNDS = tomllib.loads(Path(__file__).with_name("thresholds.toml").read_text("utf-8"))
+THRESHOLDS: Final[Mapping[str, Threshold]] = {name: Threshold(**row) for name, row in _BOUNDS.items()}
+"""All thresholds by name; docs/metrics.md shows them."""
 _POLICY: Final = "POLICY"
+
+
+def bound(name: str) -> float:
+    """Return the value of a threshold."""
+    return THRESHOLDS[name].value
 
 
 @dataclass(frozen=True, slots=True)

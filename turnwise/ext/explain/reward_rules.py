@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from turnwise.envs.rewards.matching import extract_answer, last_number, normalize, parse_number
 from turnwise.ext.explain.evidence import RunEvidence
-from turnwise.ext.explain.findings import Finding, Level, level_of, listed, percent
+from turnwise.ext.explain.findings import Finding, Level, bound, level_of, listed, percent
 from turnwise.ext.explain.members import Member
-from turnwise.ext.explain.thresholds import bound
 
 _ANSWER_KEYS: Final = ("answer", "answers", "target", "expected", "solution", "ground_truth", "gold", "label")
 _FORMS: Final = ("text", "last_line", "boxed", "hash", "tag:answer", r"regex:(?:is|=|:)\s*([^\n=:]+?)[.!]?\s*$")
@@ -62,7 +61,6 @@ def find_unread_answers(evidence: RunEvidence) -> Iterator[Finding]:
     for label, is_right in (
         ("the right answer of their task", of_task),
         ("an answer that was paid in their group, written otherwise", _matches_group(evidence, middle)),
-        ("the last tool result, which is the answer,", _repeats_result(evidence, middle)),
     ):
         right = [member for member in answered if is_right(member)]
         unread = [member for member in right if member.reward < middle]
@@ -124,12 +122,6 @@ def _matches_group(evidence: RunEvidence, middle: float) -> Callable[[Member], b
     return is_right
 
 
-def _repeats_result(evidence: RunEvidence, middle: float) -> Callable[[Member], bool]:
-    """Return whether a member answers with its last tool result, where no reward ever came for anything else."""
-    is_barren = evidence.reward_range[1] < middle
-    return lambda member: is_barren and not member.errors and member.answer == member.last_result
-
-
 def find_hack(evidence: RunEvidence) -> Iterator[Finding]:
     """Yield a reward that rises while what is rewarded loses its shape."""
     curves = evidence.curves
@@ -141,11 +133,16 @@ def find_hack(evidence: RunEvidence) -> Iterator[Finding]:
     rise = (curves.late("reward/mean") or 0.0) - (curves.early("reward/mean") or 0.0)
     rises = rise > bound("reward_rise") * (highest - lowest)
     signs = _shape_changes(early, late)
-    answer, shares = _common_answer(early, late)
-    is_one_answer = shares[1] >= bound("one_answer")
+    answer, coverage = _common_answer(late)
+    shares = [
+        sum(_key(member) == _key(answer) for member in part) / len(part) for part in (evidence.early, evidence.late)
+    ]
+    is_one_answer = coverage >= bound("one_answer")
     if is_one_answer:
-        percents = map(percent, shares)
-        signs.append("{!r} is rewarded on {} of the tasks at first, on {} at last".format(answer[:_SHOWN], *percents))
+        signs.append(
+            f"{answer.answer[:_SHOWN]!r} is rewarded on {percent(coverage)} of the tasks: {percent(shares[0])} of all "
+            f"episodes at first, {percent(shares[1])} at last"
+        )
     evaluations = evidence.evaluations or [0.0]
     is_worse = rises and evaluations[0] - evaluations[-1] > bound("reward_rise")
     if is_worse:
@@ -167,23 +164,20 @@ def find_hack(evidence: RunEvidence) -> Iterator[Finding]:
         )
 
 
-def _common_answer(early: Sequence[Member], late: Sequence[Member]) -> tuple[str, tuple[float, float]]:
-    """Return the episode that most tasks are rewarded for at last, and its shares of the tasks at first and then.
+def _key(member: Member) -> Any:
+    """Return what equal episodes share: the answer up to case and punctuation; all ids where tools were called."""
+    return member.digest if member.calls else normalize(member.answer, "words")
 
-    Episodes without calls are the same where their answers are, up to case and punctuation; others by all their ids.
-    """
-    texts: dict[Any, str] = {}
-    tasks: tuple[defaultdict[Any, set[str]], ...] = (defaultdict(set), defaultdict(set))
-    for by_episode, members in zip(tasks, (early, late), strict=True):
-        for member in members:
-            key = member.digest if member.calls else normalize(member.answer, "words")
-            texts[key] = member.answer
-            by_episode[key].add(member.task)
-    totals = [len({member.task for member in members}) for members in (early, late)]
-    if totals[1] < bound("least_count") / 3:
-        return "", (0.0, 0.0)
-    common = max((key for key, text in texts.items() if text), key=lambda key: len(tasks[1][key]), default="")
-    return texts.get(common, ""), (len(tasks[0][common]) / max(1, totals[0]), len(tasks[1][common]) / totals[1])
+
+def _common_answer(members: Sequence[Member]) -> tuple[Member, float]:
+    """Return one of the episodes that most tasks are rewarded for, and its share of the tasks; 0 of a few tasks."""
+    tasks: defaultdict[Any, set[str]] = defaultdict(set)
+    for member in members:
+        tasks[_key(member)].add(member.task)
+    common = max(members, key=lambda member: len(tasks[_key(member)]) if member.answer else 0)
+    total = len({member.task for member in members})
+    is_many = total >= bound("least_count") / 3 and bool(common.answer)
+    return common, len(tasks[_key(common)]) / total if is_many else 0.0
 
 
 def _shape_changes(early: Sequence[Member], late: Sequence[Member]) -> list[str]:

@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Iterator
 
 from turnwise.ext.explain.evidence import RunEvidence
-from turnwise.ext.explain.findings import Finding, Level, percent
+from turnwise.ext.explain.findings import Finding, Level, bound, percent
 from turnwise.ext.explain.members import Member
-from turnwise.ext.explain.thresholds import bound
 
 
 def find_step_size(evidence: RunEvidence) -> Iterator[Finding]:

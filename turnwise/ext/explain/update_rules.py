@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from turnwise.ext.explain.evidence import RunEvidence
-from turnwise.ext.explain.findings import Finding, Level
-from turnwise.ext.explain.thresholds import bound
+from turnwise.ext.explain.findings import Finding, Level, bound
 
 _LEAST_MARK: Final = 4
 
@@ -91,11 +90,6 @@ def find_warned(evidence: RunEvidence) -> Iterator[Finding]:
             yield Finding.of(
                 "warned", Level.WARNING, lost, f"{name}: {steps[max(steps)]}", f"it warned of it at step {listing}"
             )
-    penalty, spread = curves.late("kl/penalty") or 0.0, curves.late("reward/std") or 0.0
-    if penalty > spread > 0:
-        figures = f"kl/penalty {penalty:.2g}, reward/std {spread:.2g}, kl/coef {curves.late('kl/coef') or 0:.2g}"
-        text = "the KL penalty outweighs the rewards' differences"
-        yield Finding.of("kl_penalty", Level.WARNING, penalty / (penalty + spread), text, figures)
 
 
 RULES = (find_gap, find_entropy, find_warned)
