@@ -12,6 +12,7 @@ checked; child processes inherit the variable.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import gc
 import hashlib
@@ -151,9 +152,11 @@ def _import(name: str, reference: str, what: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"{what} {reference!r}: no module named {error.name!r}; is its package installed, or on PYTHONPATH?"
-            ) from error
+            remedy = "is its package installed, or on PYTHONPATH?"
+            files = [file.stem for file in Path().glob("*.py")]
+            if match := difflib.get_close_matches(name, files, 1):
+                remedy = f"a file of this folder is written with its path: ./{match[0]}.py:{reference[len(name) + 1 :]}"
+            raise ConfigError(f"{what} {reference!r}: no module named {error.name!r}; {remedy}") from error
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
     except Exception as error:  # a user's module runs here: whatever it raises is named
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error

@@ -66,6 +66,16 @@ def test_wrong_reference_raises_with_the_reason(reference: str, parts: list[str]
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("reference", ["my_calendar:Month", "my_calender:Month", "my_calendar.Month"])
+def test_a_file_of_this_folder_that_is_named_as_a_module_is_named_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    write(tmp_path, "class Month: ...\n", "my_calendar.py")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is written with its path: \./my_calendar\.py:Month"):
+        load_class_from_fqn(reference, "env")
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [("import no_such_thing\n", "no_such_thing"), ("x = 1 / 0\n", "ZeroDivisionError"), ("def (\n", "SyntaxError")],
