@@ -78,8 +78,8 @@ def without_end(model: Path) -> Path:
 def _warm_start(base: Path, directory: Path) -> None:
     from rich.console import Console
 
-    from turnwise.envs.basic.calculator import CalculatorEnv, tasks
     from turnwise.envs.demonstrations import conversation
+    from turnwise.ext.environments.calculator import CalculatorEnv, tasks
     from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
     from turnwise.types import ToolCall

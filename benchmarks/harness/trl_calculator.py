@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.envs.basic.calculator import Problem, problem
+from turnwise.ext.environments.arithmetic import evaluate, read_number, write_number
+from turnwise.ext.environments.calculator import Problem, problem
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
-from turnwise.tools.arithmetic import evaluate, read_number, write_number
 from turnwise.types import text_of
 
 OPERATIONS = 3

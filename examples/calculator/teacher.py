@@ -17,9 +17,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from turnwise.envs.basic.calculator import CalculatorEnv, tasks
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
+from turnwise.ext.environments.calculator import CalculatorEnv, tasks
 from turnwise.types import ToolCall
 
 

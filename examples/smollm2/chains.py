@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
-from turnwise.envs.basic.calculator import CalculatorEnv, Problem, problem
-from turnwise.envs.basic.calculator import tasks as calculator_tasks
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
 from turnwise.errors import TaskError
+from turnwise.ext.environments.calculator import CalculatorEnv, Problem, problem
+from turnwise.ext.environments.calculator import tasks as calculator_tasks
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 from turnwise.types import ToolCall

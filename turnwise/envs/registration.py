@@ -43,7 +43,6 @@ _BASIC = "turnwise.envs.basic"
 _ENVS: dict[str, _Entry] = {
     name: _Entry(reference, {})
     for name, reference in {
-        "calculator": f"{_BASIC}.calculator:CalculatorEnv",
         "guess_number": f"{_BASIC}.guess_number:GuessNumberEnv",
         "gymnasium": "turnwise.envs.gym.from_gymnasium:GymnasiumEnv",
         "gymnasium_tools": "turnwise.envs.gym.from_gymnasium:GymnasiumToolEnv",

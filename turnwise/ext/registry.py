@@ -11,6 +11,7 @@ _FOREIGN: Final = "turnwise.ext.frameworks.foreign.core:foreign_class"
 
 REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
     "environments": {
+        "calculator": f"{_ENVIRONMENTS}.calculator:CalculatorEnv",
         "code": f"{_ENVIRONMENTS}.code:CodeEnv",
         "math": f"{_ENVIRONMENTS}.math:MathEnv",
         "nim": f"{_ENVIRONMENTS}.nim:NimEnv",

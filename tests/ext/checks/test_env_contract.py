@@ -4,10 +4,9 @@ import pytest
 
 from support.envs.shipped import SHIPPED
 from turnwise.envs import EnvSpec
-from turnwise.envs.basic import calculator
 from turnwise.envs.basic.lookup import tasks
 from turnwise.ext.checks.environment import check_env
-from turnwise.ext.environments import math, tool_calls, trail
+from turnwise.ext.environments import calculator, math, tool_calls, trail
 from turnwise.tasks import Task
 
 

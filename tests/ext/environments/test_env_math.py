@@ -11,10 +11,10 @@ import pytest
 from turnwise.envs import close_env, make, play_solution, reset_env, score_env, step_env
 from turnwise.errors import EnvError, MissingExtraError, TaskError
 from turnwise.ext.environments import math
+from turnwise.ext.environments.arithmetic import evaluate, write_number
 from turnwise.ext.environments.math import calculations
 from turnwise.ext.environments.math.generated import generated_rows
 from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
-from turnwise.tools.arithmetic import evaluate, write_number
 from turnwise.types import ToolCall
 
 

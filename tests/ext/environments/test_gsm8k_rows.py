@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import END, ToyRenderer
+from turnwise.ext.environments.arithmetic import read_number
 from turnwise.ext.environments.math import calculations
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, iter_tasks
-from turnwise.tools.arithmetic import read_number
 from turnwise.trajectory import Trajectory
 from turnwise.types import StopReason, ToolCall
 

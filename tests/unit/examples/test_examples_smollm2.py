@@ -14,11 +14,11 @@ from types import ModuleType
 import pytest
 
 from turnwise.config import load_config
-from turnwise.envs.basic.calculator import CalculatorEnv, Problem
 from turnwise.errors import TaskError
+from turnwise.ext.environments.arithmetic import evaluate
+from turnwise.ext.environments.calculator import CalculatorEnv, Problem
 from turnwise.tasks import Task
 from turnwise.tasks.mix import load_mix
-from turnwise.tools.arithmetic import evaluate
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 

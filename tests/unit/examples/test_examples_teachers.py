@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from turnwise.envs.basic import calculator, lookup
-from turnwise.ext.environments import picture
-from turnwise.tools.arithmetic import evaluate, read_number
+from turnwise.envs.basic import lookup
+from turnwise.ext.environments import calculator, picture
+from turnwise.ext.environments.arithmetic import evaluate, read_number
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 COUNT = 400

@@ -14,10 +14,10 @@ from turnwise.envs.rewards.matching import Numeric, extract_answer, parse_number
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
+from turnwise.ext.environments.arithmetic import evaluate, write_number
 from turnwise.ext.environments.math.generated import generated_rows
 from turnwise.ext.environments.math.symbolic import Symbolic
 from turnwise.tasks import SourceConfig, Task, iter_tasks
-from turnwise.tools.arithmetic import evaluate, write_number
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 

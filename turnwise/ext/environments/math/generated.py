@@ -11,8 +11,8 @@ from importlib import resources
 from typing import Final
 
 from turnwise.errors import TaskError
+from turnwise.ext.environments.arithmetic import evaluate, write_number
 from turnwise.seeding import stable_hash
-from turnwise.tools.arithmetic import evaluate, write_number
 
 SPLITS: Final = ("train", "test")
 _NAMES: Final = "Amara Bela Chidi Dara Emil Farah Goran Hana Imani Jonas Kaya Luis".split()  # noqa: SIM905

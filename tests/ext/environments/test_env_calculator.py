@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from turnwise.envs import make, play_solution, reset_env, score_env, step_env
-from turnwise.envs.basic import calculator
-from turnwise.envs.basic.calculator import Problem
 from turnwise.errors import EnvError, TaskError
+from turnwise.ext.environments import calculator
+from turnwise.ext.environments.calculator import Problem
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
 
@@ -48,14 +48,14 @@ def test_no_problem_is_in_both_splits():
 
 def test_tasks_hold_their_problem():
     first = list(calculator.tasks(20, split="test"))
-    assert first == load_tasks("turnwise.envs.basic.calculator:tasks?n=20&split=test")
+    assert first == load_tasks("turnwise.ext.environments.calculator:tasks?n=20&split=test")
     assert first[:5] == list(calculator.tasks(5, split="test"))
     assert first[3].id == "calculator-test-0-3"
     for task in first:
         problem = Problem.from_data(task.data, "here")
         assert task.prompt == problem.question
         assert "answer" not in task.data
-    hard = load_tasks("turnwise.envs.basic.calculator:tasks?n=3&operations=5&largest=500")
+    hard = load_tasks("turnwise.ext.environments.calculator:tasks?n=3&operations=5&largest=500")
     assert {len(task.data["steps"]) for task in hard} == {5}
 
 
@@ -81,7 +81,7 @@ def test_settings_out_of_range_are_named():
     with pytest.raises(EnvError, match="largest is 1"):
         make("calculator", largest=1)
     with pytest.raises(TaskError, match="largest is 'big'"):
-        load_tasks("turnwise.envs.basic.calculator:tasks?largest=big")
+        load_tasks("turnwise.ext.environments.calculator:tasks?largest=big")
 
 
 async def test_only_the_right_number_alone_is_worth_1():

@@ -11,9 +11,9 @@ from turnwise.envs.core import ResetResult, Solution
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
+from turnwise.ext.environments.arithmetic import evaluate, read_number, write_number
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
-from turnwise.tools.arithmetic import evaluate, read_number, write_number
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
@@ -94,7 +94,7 @@ class CalculatorEnv(ToolEnv):
     """Asks for the result of a chain of operations; one call computes one of them."""
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    default_tasks: ClassVar[str] = "turnwise.envs.basic.calculator:tasks"
+    default_tasks: ClassVar[str] = "turnwise.ext.environments.calculator:tasks"
 
     def __init__(self, operations: int = 2, largest: int = 99) -> None:
         """Set the difficulty of problems drawn without a task."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import ToolError
-from turnwise.tools.arithmetic import MAX_CHARACTERS, evaluate, read_number, write_number
+from turnwise.ext.environments.arithmetic import MAX_CHARACTERS, evaluate, read_number, write_number
 
 VALUES = {
     "2+3*4": "14",
