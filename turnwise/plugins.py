@@ -297,6 +297,7 @@ PLUGIN_KINDS: Final = (
     "sandboxes",
     "row_formats",
     "loggers",
+    "weight_transports",
     "payload_stores",
     "commands",
 )

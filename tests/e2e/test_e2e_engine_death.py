@@ -117,12 +117,18 @@ def versions(trajectory: Any) -> set[int]:
     return {version for s in trajectory.segments if s.sampled for version, _, _ in s.weight_versions}
 
 
+def by(transport: str) -> dict[str, Any]:
+    return {"policies": {"main": {"weight_transport": transport}}}
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.ext)])
 async def test_with_retries_of_requests_no_episode_notices(
-    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
+    """By gloo its weights are nowhere but in the trainer, which sends them again."""
     monkeypatch.setattr("turnwise.inference.client.RETRIES", 60)
-    async with run_held(lookup_model, tmp_path, PER_STEP + 3) as (run, gate):
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **by(transport)) as (run, gate):
         [replica] = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
@@ -141,9 +147,11 @@ async def test_with_retries_of_requests_no_episode_notices(
 
 
 @pytest.mark.long
-async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.ext)])
+async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_path: Path, transport: str) -> None:
     """Its requests go to the one that lives, while it is restarted."""
-    async with run_held(lookup_model, tmp_path, PER_STEP + 3, inference={"replicas": 2}) as (run, gate):
+    changes = {"inference": {"replicas": 2}, **by(transport)}
+    async with run_held(lookup_model, tmp_path, PER_STEP + 3, **changes) as (run, gate):
         dying, _ = run.policy.fleet.replicas
         training = asyncio.create_task(train_sync(run))
         await gate.reached.wait()
@@ -191,9 +199,12 @@ async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(
 
 
 @pytest.mark.long
-async def test_server_that_dies_during_a_weight_update_is_updated_again(lookup_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.ext)])
+async def test_server_that_dies_during_a_weight_update_is_updated_again(
+    lookup_model: Path, tmp_path: Path, transport: str
+) -> None:
     """No request runs then: the weight update is the first to notice."""
-    config = train_config(lookup_model, tmp_path, steps=1)
+    config = train_config(lookup_model, tmp_path, steps=1, **by(transport))
     async with open_run(config, tmp_path / "run", silent()) as run:
         await train_sync(run)
         [replica] = run.policy.fleet.replicas

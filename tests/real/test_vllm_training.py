@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from support.engine.vllm_server import LAUNCH_S, train_checkpoint, vllm_python
+from support.trainer.killing_transport import VERSION
 from support.trainer.lookup_run import (
     EXAMPLE,
     MODEL,
@@ -25,6 +26,7 @@ from support.trainer.lookup_run import (
     training,
     wait_until,
 )
+from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trajectory_file import read_trajectories
 
@@ -65,6 +67,30 @@ def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]
     return steps_trained
 
 
+def lookup_config(start: Path, runs: Path, **policy: Any) -> TrainConfig:
+    """Return the configuration of a run on two servers; ``policy`` is of the policy."""
+    return train_config(
+        start,
+        runs,
+        steps=STEPS,
+        tasks="turnwise.envs.basic.lookup:tasks?n=200&split=train",
+        policies={"main": {"optim": {"lr": 2e-4, "eps": 1e-5, "max_grad_norm": 0.2}, **policy}},
+        rollout={"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 24},
+        batch={"groups": 16, "max_tokens_per_micro_batch": 4096},
+        eval={"tasks": "turnwise.envs.basic.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
+        # All else are the defaults of a run with the built-in server.
+        inference={"engine": "vllm", "replicas": 2, "server": {"python": vllm_python()}},
+    )
+
+
+def check_learned(run: Path) -> list[dict[str, Any]]:
+    """Check a run of that configuration, and that its model learned; return the lines of its steps."""
+    steps = check_run(run, STEPS, evaluated=True)
+    rewards = [step["reward/mean"] for step in steps]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
+    return steps
+
+
 @pytest.mark.alike("real jobs", "vllm adapters")
 def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
@@ -87,20 +113,8 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     half_trained = shared(tmp_path_factory, "vllm-half-trained", partial(train_checkpoint, steps=38)) / MODEL
-    config = train_config(
-        half_trained,
-        tmp_path,
-        steps=STEPS,
-        tasks="turnwise.envs.basic.lookup:tasks?n=200&split=train",
-        policies={"main": {"optim": {"lr": 2e-4, "eps": 1e-5, "max_grad_norm": 0.2}}},
-        rollout={"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 24},
-        batch={"groups": 16, "max_tokens_per_micro_batch": 4096},
-        eval={"tasks": "turnwise.envs.basic.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
-        # All else are the defaults of a run with the built-in server.
-        inference={"engine": "vllm", "replicas": 2, "server": {"python": vllm_python()}},
-    )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with training(config) as process:
+    with training(lookup_config(half_trained, tmp_path)) as process:
         wait_until(lambda: trained(metrics) >= 1, "the first step", process, within=2 * LAUNCH_S)
         running = vllm_servers(process)
         victim = next(process for process in running if os.getpgid(process.pid) == process.pid)
@@ -108,12 +122,38 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
         process.wait()
     assert process.returncode == 0, process.output()
     wait_until(lambda: gone(running), "the end of the servers")
-    steps = check_run(tmp_path / "run", STEPS, evaluated=True)
-    rewards = [step["reward/mean"] for step in steps]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
+    steps = check_learned(tmp_path / "run")
     records = lines(metrics)
     assert sum(line["kind"] == "eval" for line in records) == 2
     [served] = [line for line in records if line["kind"] == "inference"]
     assert served["restarts"] == 1
     assert served["generated_tokens"] > 0
     assert all(step[f"memory/server_peak/{number}"] > 0.25 for step in steps for number in (0, 1))
+
+
+@pytest.mark.alike("real jobs", "vllm groups")
+def test_ranks_send_weights_to_a_group_though_a_server_is_killed_within_an_update(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    half_trained = shared(tmp_path_factory, "vllm-half-trained", partial(train_checkpoint, steps=38)) / MODEL
+    config = lookup_config(
+        half_trained,
+        tmp_path,
+        model={"threads": 2},
+        engine="fsdp",
+        engine_options={"ranks": 2},
+        weight_transport="support.trainer.killing_transport:KillingTransport",
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with training(config) as process:
+        wait_until(lambda: trained(metrics) >= VERSION + 2, "the update after", process, within=2 * LAUNCH_S)
+        # Between two updates: it gets the last version again, or the next one.
+        os.kill(vllm_servers(process)[0].pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, process.output()
+    steps = check_learned(tmp_path / "run")
+    [served] = [line for line in lines(metrics) if line["kind"] == "inference"]
+    # Both that were killed; the other one, where it had only a part of that version.
+    assert served["restarts"] in (2, 3)
+    assert all(0 < step["servers/paused_s"] <= step["time/sync_s"] for step in steps)
+    assert all(0 < step["time/weights_s"] <= step["time/sync_s"] for step in steps)

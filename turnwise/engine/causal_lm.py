@@ -6,7 +6,8 @@ matrices and single rows gain nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from turnwise.engine.capacity import machine_memory, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
+from turnwise.engine.vllm_side.turnwise_weight_group import GroupFailed, joined
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
-from turnwise.model.core import AdapterInfo
+from turnwise.model.core import AdapterInfo, GroupAddress
 
 _PACKED_FROM = 180_000
 """Elements of the smallest matrix that is packed."""
@@ -293,6 +295,36 @@ class CausalLM:
 
         Raises FormatError for a missing or unknown name, another shape, or a dtype that is not floating.
         """
+        self._load(tensors, version, lambda _: tensors)
+
+    def receive(self, address: GroupAddress, version: int) -> None:
+        """Replace all weights by those that a group is sent, one after the other.
+
+        Raises FormatError as :meth:`load`, and InferenceError, after which the weights may be of no version.
+        """
+        try:
+            with torch.inference_mode(False), joined(**asdict(address), device=self.device) as group:
+                layout = group.layout()
+                meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in layout.items()}
+                arriving, arrived = group.receive(), dict[str, torch.Tensor]()
+
+                def wait(parts: Sequence[str]) -> Mapping[str, torch.Tensor]:
+                    self.blank = True
+                    while not arrived.keys() >= set(parts):
+                        arrived.update([next(arriving)])
+                    return {part: arrived.pop(part) for part in parts}
+
+                self._load(meta, version, wait)
+        except GroupFailed as error:
+            raise InferenceError(f"weights version {version}: {error}") from error
+
+    def _load(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        sent: Callable[[Sequence[str]], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Check tensors, of which some may be ``meta``, and load those that ``sent`` returns by their names."""
         self._check_unnamed(version)
         targets, types = self._model.state_dict(keep_vars=True), self._names.types
         groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
@@ -318,7 +350,7 @@ class CausalLM:
         refuse(f"weights version {version}", problems, "send the checkpoint of the same architecture")
         with torch.no_grad():
             for names, sent_name in updates:
-                tensor = self._names.join(sent_name, tensors)
+                tensor = self._names.join(sent_name, sent(self._names.parts[sent_name]))
                 for target in (targets[name] for name in names):
                     if self._adoptable(tensor, target):
                         target.data = tensor

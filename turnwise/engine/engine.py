@@ -32,7 +32,7 @@ from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.decoding.sleep import EngineMemory
 from turnwise.engine.experts.route_rows import RouteRows
 from turnwise.engine.sampling import sample
-from turnwise.model.core import AdapterInfo
+from turnwise.model.core import AdapterInfo, GroupAddress
 from turnwise.types import Logprobs
 
 
@@ -198,16 +198,20 @@ class Engine:
         return len(outputs)
 
     def update_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, adapter: AdapterInfo | None = None
+        self, tensors: Mapping[str, torch.Tensor] | GroupAddress, version: int, adapter: AdapterInfo | None = None
     ) -> None:
-        """Replace the weights by full ones or an adapter's; sequences in flight are prefilled again.
+        """Replace the weights by full ones, also those that a group is sent, or an adapter's.
+
+        Sequences in flight are prefilled again.
 
         An adapter with a name concerns its own requests and prefixes only. Changes nothing where it raises FormatError,
         because a tensor does not fit, or InferenceError, because the weights sleep.
         """
         self.memory.check_room(version)
         number = None
-        if adapter is None:
+        if isinstance(tensors, GroupAddress):
+            self.model.receive(tensors, version)
+        elif adapter is None:
             self.model.load(tensors, version)
         elif adapter.name is None:
             self.model.load_adapter(tensors, adapter, version)

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
+from torch import Tensor
 
 from turnwise.config import Section
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
@@ -38,6 +39,7 @@ from turnwise.inference.config import ServeConfig
 from turnwise.inference.guard.turnwise_guard import Guard, control_key
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest, GenerateRequest, decode_request
+from turnwise.model.core import GroupAddress
 from turnwise.placement.usage import process_memory
 from turnwise.types import SamplingParams, encode_routes
 
@@ -323,11 +325,21 @@ class App:
     async def _update_weights(self, raw: bytes, _: Scope) -> Any:
         manifest = wire.decode_manifest(raw)
         began = time.monotonic()
-        tensors = await asyncio.to_thread(read_weights, manifest)
-        update = self._engine.call(lambda: self._engine.update_weights(tensors, manifest.version, manifest.adapter))
+        tensors: Mapping[str, Tensor] | GroupAddress | None = manifest.group
+        if tensors is None:
+            tensors = await asyncio.to_thread(read_weights, manifest)
+        called = time.monotonic()
+        load = partial(self._engine.update_weights, tensors, manifest.version, manifest.adapter)
+        update = self._engine.call(load)
         await asyncio.wrap_future(update)
-        _log.info("weights version %d loaded in %.0f ms", manifest.version, 1000 * (time.monotonic() - began))
-        return {"message": "Weights updated", "weight_version": str(manifest.version)}
+        ended = time.monotonic()
+        _log.info("weights version %d loaded in %.0f ms", manifest.version, 1000 * (ended - began))
+        return {
+            "message": "Weights updated",
+            "weight_version": str(manifest.version),
+            # No step is made meanwhile.
+            "paused_s": ended - called,
+        }
 
     async def _update_weight_version(self, raw: bytes, _: Scope) -> Any:
         body = wire.decode_json(raw)

@@ -44,7 +44,9 @@ _DTYPES = {
 }
 
 
-WeightSender = Callable[[Iterable[tuple[str, torch.Tensor]]], WeightManifest]
+WeightTensors = Iterable[tuple[str, torch.Tensor]]
+"""Weights by their names in the checkpoint."""
+WeightSender = Callable[[WeightTensors], WeightManifest]
 """Writes or sends a version of the weights, in the process that owns them: it is pickled to another one."""
 
 
@@ -70,6 +72,19 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         """Return the next name and tensor."""
         name, tensor = next(self.tensors)
         return name, tensor.to(self.described[name][0])
+
+
+def weight_stream(tensors: WeightTensors, version: int) -> WeightStream:
+    """Return tensors with their description; names that share one storage (tied embeddings) once, by the first name.
+
+    Raises:
+        FormatError: No tensors, or one name twice.
+    """
+    if isinstance(tensors, WeightStream):
+        return tensors
+    stored = _cpu_tensors(tensors, version)
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    return WeightStream(described, iter(stored.items()))
 
 
 def write_weights(
@@ -98,11 +113,7 @@ def write_weights(
     Raises:
         FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
     """
-    stream = tensors
-    if not isinstance(stream, WeightStream):
-        stored = _cpu_tensors(tensors, version)
-        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
-        stream = WeightStream(described, iter(stored.items()))
+    stream = weight_stream(tensors, version)
     for name, (dtype, _) in stream.described.items():
         if dtype not in _DTYPES:
             raise FormatError(f"weights version {version}: {name} is {dtype}, which safetensors cannot hold")

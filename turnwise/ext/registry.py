@@ -61,6 +61,11 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "trackio": "turnwise.ext.report.trackers:TrackioLogger",
         "mlflow": "turnwise.ext.report.trackers:MLflowLogger",
     },
+    "weight_transports": {
+        "gloo": "turnwise.ext.transports.collective:GlooTransport",
+        "ipc": "turnwise.ext.transports.collective:IPCTransport",
+        "nccl": "turnwise.ext.transports.collective:NCCLTransport",
+    },
     "payload_stores": {"transfer_queue": "turnwise.ext.frameworks.transfer_queue:TransferQueuePayloads"},
     "commands": {
         "bisect": "turnwise.ext.checks.commands:bisect",

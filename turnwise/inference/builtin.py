@@ -50,6 +50,7 @@ class BuiltinReplica(ServerReplica):
 
     serves_adapters = True
     can_sleep = True
+    group_ranks = 1
 
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
@@ -91,7 +92,9 @@ class BuiltinReplica(ServerReplica):
             ) from error
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
-        await self._control.request(self._running_url(), "POST", "/update_weights", wire.encode_manifest(manifest))
+        body = wire.encode_manifest(manifest)
+        answer = await self._control.request(self._running_url(), "POST", "/update_weights", body)
+        self.paused_s += float(answer.get("paused_s", 0.0))
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds, memory."""

@@ -302,10 +302,18 @@ class ServerReplica(Replica):
         name = None if manifest.adapter is None else manifest.adapter.name
         if not manifest.same_weights(self._loaded.get(name)):
             self._loaded.pop(name, None)
-            await self._load_weights(await self._delivered(manifest))
+            try:
+                await self._load_weights(await self._delivered(manifest))
+            except InferenceError as error:
+                if manifest.group is None or isinstance(error, RequestRefused):
+                    raise
+                raise self._failed_update(manifest.version, error) from error
             self._loaded[name] = manifest
         version = await self._set_version(manifest.version, name)
         self._manifests[name] = manifest
+        if self.outdated:
+            self.outdated = False
+            await self.resume()
         return version
 
     async def _set_version(self, version: int, adapter: str | None) -> int:
@@ -321,7 +329,7 @@ class ServerReplica(Replica):
     async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
         """Return the manifest with the path of its file on the server's machine."""
         process = self._process.process if isinstance(self._process, ServerProcess) else None
-        if process is None:
+        if process is None or manifest.group is not None:
             return manifest
         try:
             return replace(manifest, path=str(await process.deliver(Path(manifest.path))))
@@ -329,7 +337,10 @@ class ServerReplica(Replica):
             raise InferenceError(f"weights version {manifest.version} did not reach {self.url}: {error}") from error
 
     async def restart(self) -> None:
-        """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError."""
+        """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError.
+
+        It is ``outdated`` where these were sent to a group: nobody has them but the trainer.
+        """
         async with self._loading:
             port, manifests = self._port, list(self._manifests.values())
             paused = bool(manifests or self._sleeping.level)
@@ -348,8 +359,10 @@ class ServerReplica(Replica):
                 await self._sleeping.repeat()
                 return
             for manifest in manifests:
-                await self._load(manifest)
-            if manifests:
+                if manifest.group is None:
+                    await self._load(manifest)
+            self.outdated = any(manifest.group is not None for manifest in manifests)
+            if manifests and not self.outdated:
                 await self.resume()
 
     async def health(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from turnwise.chat.processor import load_processor
-from turnwise.errors import EngineDied, InferenceError, RequestRefused
+from turnwise.errors import EngineDied, InferenceError, RequestRefused, TurnwiseError
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine, make_replicas
@@ -49,6 +49,8 @@ class ReplicaSet:
     Attributes:
         restarts: Restarts so far.
         moved: Called with the old and the new URL of a server that was restarted, which may be the same.
+        resend: Sends a restarted server its last weights, where it has lost them (:attr:`Replica.outdated`). It gets
+            no requests before, by this or by an update of all.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ReplicaSet:
             replica.sleeps = sleeps
         self.restarts = 0
         self.moved: list[Callable[[str, str], Awaitable[None]]] = []
+        self.resend: Callable[[Replica], Awaitable[None]] | None = None
         self._config = config
         self._model = model
         self._adapters = tuple(adapters or ())
@@ -87,6 +90,8 @@ class ReplicaSet:
         self._fatal: InferenceError | None = None
         # Servers whose end was noticed and that are not back yet.
         self._down: set[Replica] = set()
+        # The former URLs of restarted servers that get no requests yet.
+        self._waiting: dict[Replica, str] = {}
         self._whole = asyncio.Event()
         self._whole.set()
         # Set at the next death and then replaced, so that a waiter also sees a death that was recovered from at once.
@@ -163,8 +168,12 @@ class ReplicaSet:
         """
         attempts = max(1, self._config.max_restarts * len(self.replicas))
         while True:
+            # One that starts takes part in nothing that all do together.
+            await self._whole.wait()
             try:
-                return await call()
+                result = await call()
+                await self._admit_current()
+                return result
             except RequestRefused:
                 raise
             except InferenceError as error:
@@ -245,6 +254,25 @@ class ReplicaSet:
                 self._down.discard(replica)
                 if not self._down:
                     self._whole.set()
+            try:
+                if replica.outdated and self.resend is not None:
+                    await self.resend(replica)
+                await self._admit_current()
+            except EngineDied as error:
+                self._fatal = error
+                return
+            except TurnwiseError as error:
+                # Its death is noticed; that of the trainer ends the run.
+                _log.error("the weights of a restarted server were not sent: %s", error)
+
+    async def _admit_current(self) -> None:
+        """Send restarted servers requests again that have the last weights."""
+        for replica in [candidate for candidate in self._waiting if not candidate.outdated]:
+            url = self._waiting.pop(replica)
+            for tell in self.moved:
+                await tell(url, replica.url)
+            for client in self._clients.values():
+                client.admit(replica.url)
 
     async def _restart(self, replica: Replica, death: EngineDied, restarts: list[float]) -> None:
         """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
@@ -268,10 +296,9 @@ class ReplicaSet:
             for client in self._clients.values():
                 if replica.url != url:
                     client.replace_url(url, replica.url)
-            for tell in self.moved:
-                await tell(url, replica.url)
-            for client in self._clients.values():
-                client.admit(replica.url)
+            self._waiting.setdefault(replica, url)
+            if not replica.outdated:
+                await self._admit_current()
             return
 
     def _note_death(self, replica: Replica) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -344,7 +345,7 @@ class VLLMReplica(ServerReplica):
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
         info = wire.manifest_info(manifest)
-        if problems := await self._worker("weight_file_problems", info):
+        if manifest.group is None and (problems := await self._worker("weight_file_problems", info)):
             raise RequestRefused(
                 f"{self.url} cannot load weights version {manifest.version}: {'; '.join(problems[:5])}"
                 f"{' and more' if len(problems) > 5 else ''}; it keeps its own"
@@ -354,6 +355,7 @@ class VLLMReplica(ServerReplica):
             return
         url, control = self.url, self._control
         paused = bool((await control.request(url, "GET", "/is_paused"))["is_paused"])
+        began = time.monotonic()
         if not paused:
             await self.pause()
         try:
@@ -368,6 +370,7 @@ class VLLMReplica(ServerReplica):
             raise self._failed_update(manifest.version, error) from error
         if not paused:
             await self.resume()
+            self.paused_s += time.monotonic() - began
 
     async def _load_adapter(self, manifest: WeightManifest, adapter: str) -> None:
         """Load a version of an adapter beside the earlier ones, which requests in flight keep using.
@@ -414,6 +417,7 @@ class VLLMReplica(ServerReplica):
         """Call a method of all workers; return what they list, without repetitions."""
         body = {"method": method, "args": [orjson.dumps(manifest).decode()]}
         answer = await self._control.request(self._running_url(), "POST", "/collective_rpc", body)
+        self.group_ranks = len(answer["results"])
         return list(dict.fromkeys(text for texts in answer["results"] for text in texts))
 
     async def stats(self) -> dict[str, Any]:

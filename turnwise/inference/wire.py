@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, InferenceError, shown
-from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
+from turnwise.model.core import AdapterInfo, GroupAddress, TensorEntry, WeightManifest
 from turnwise.seeding import stable_hash
 from turnwise.types import FinishReason, Guide, Logprobs, Routes, SamplingParams, TokenIds, VersionSpan, decode_routes
 
@@ -192,6 +192,8 @@ def manifest_info(manifest: WeightManifest) -> dict[str, Any]:
         for entry in manifest.tensors
     ]
     info: dict[str, Any] = {"version": manifest.version, "path": manifest.path, "tensors": tensors}
+    if manifest.group is not None:
+        info["group"] = asdict(manifest.group)
     if manifest.adapter is not None:
         adapter = manifest.adapter
         info["adapter"] = {"kind": "lora", "rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
@@ -208,6 +210,11 @@ def decode_manifest(raw: bytes) -> WeightManifest:
     version, path, tensors = info.get("version"), info.get("path"), info.get("tensors")
     if type(version) is not int or version < 0:
         raise BadRequest("update_info.version", f"version must be an integer of at least 0, not {short(version)}")
+    if (group := info.get("group")) is not None:
+        try:
+            return WeightManifest(version, "", group=GroupAddress(**group))
+        except TypeError as error:
+            raise BadRequest("update_info.group", f"group needs backend, host, port, size, rank: {error}") from error
     if not isinstance(path, str) or not path:
         raise BadRequest("update_info.path", f"path must name a safetensors file, not {short(path)}")
     if not isinstance(tensors, list) or not tensors:

@@ -149,20 +149,41 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where the processes of one update meet, of which the first sends weights to all others.
+
+    Attributes:
+        backend: What moves the bytes: ``gloo``, ``nccl`` or ``ipc``.
+        host: Address of the store that they meet at.
+        port: Its port.
+        size: Number of processes.
+        rank: Number of this one, or of the first process of a server.
+    """
+
+    backend: str
+    host: str
+    port: int
+    size: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
     """One version of the weights: file and tensors.
 
     Attributes:
         version: Version that the server reports once these weights are loaded.
-        path: A safetensors file (shared memory on one machine); empty where a version is announced.
+        path: A safetensors file (shared memory on one machine); empty where a version is announced, or sent to a group.
         tensors: Contents of the file, all checked before any parameter changes.
         adapter: LoRA parameters; None for full weights.
+        group: Where the weights are sent, once; None where they are in a file.
     """
 
     version: int
     path: str
     tensors: tuple[TensorEntry, ...] = field(default=())
     adapter: AdapterInfo | None = None
+    group: GroupAddress | None = None
 
     @property
     def nbytes(self) -> int:
@@ -237,6 +258,12 @@ class Replica(ABC):
     """Gives its memory back; None where it cannot."""
     sleeps: bool = False
     """Whether it is going to be used; set before the launch."""
+    group_ranks: int = 0
+    """Processes of the server that receive weights in a group, once updates are prepared; 0 where it cannot."""
+    outdated: bool = False
+    """Whether a restart could not bring back its last weights, which are in no file: it is paused until it has some."""
+    paused_s: float = 0.0
+    """Seconds for which updates paused its requests so far."""
 
     @classmethod
     async def check(cls, model: Path, config: Any) -> list[str]:

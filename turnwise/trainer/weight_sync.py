@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from turnwise.errors import InferenceError, TrainError
 from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
+from turnwise.plugins import references
 from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.config.train import TrainConfig
@@ -35,9 +36,14 @@ class WeightTransport(ABC):
 
     Attributes:
         sent_bytes: Bytes of weights sent so far. Unchanged weights add none.
+        keeps_files: Whether a server that restarts can load the last version again by itself.
     """
 
     sent_bytes: int = 0
+    keeps_files: ClassVar[bool] = True
+
+    def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:  # noqa: B027 - files reach all
+        """Check, before the first rollout, that weights can reach the servers of a policy. Raises ConfigError."""
 
     @abstractmethod
     async def publish(
@@ -94,9 +100,14 @@ def write_version(
 async def load_everywhere(manifest: WeightManifest, replicas: Sequence[Replica]) -> None:
     """Have every replica load a manifest's weights. Raises InferenceError where one does not, or serves others."""
     served = await asyncio.gather(*(replica.update_weights(manifest) for replica in replicas))
-    for replica, version in zip(replicas, served, strict=True):
-        if version != manifest.version:
-            raise InferenceError(f"{replica.url} serves weight version {version} after an update to {manifest.version}")
+    check_versions(manifest.version, replicas, served)
+
+
+def check_versions(version: int, replicas: Sequence[Replica], served: Sequence[int]) -> None:
+    """Check what replicas serve after an update. Raises InferenceError."""
+    for replica, served_version in zip(replicas, served, strict=True):
+        if served_version != version:
+            raise InferenceError(f"{replica.url} serves weight version {served_version} after an update to {version}")
 
 
 _NAME = "weights-{pid}"
@@ -148,7 +159,10 @@ class SharedMemoryTransport(WeightTransport):
 
 
 TRANSPORTS: Final = ClassRegistry(
-    WeightTransport, "weight transport", "weight_transport.name", {"shared_memory": SharedMemoryTransport}
+    WeightTransport,
+    "weight transport",
+    "weight_transport.name",
+    {"shared_memory": SharedMemoryTransport, **references("weight_transports")},
 )
 """Weight transports by the name that ``policies.main.weight_transport`` uses."""
 
@@ -166,14 +180,17 @@ def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
     return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
 
 
-def open_transport(config: WeightTransportConfig) -> WeightTransport:
-    """Make the configured weight transport.
+def open_transport(config: WeightTransportConfig, *, from_folders: bool = False) -> WeightTransport:
+    """Make the configured weight transport; with ``from_folders`` one by files, for weights that are in files already.
 
     Raises:
         RegistryError: As :func:`chosen_transport`.
         TrainError: There is no room for weights.
     """
     transport: WeightTransport = chosen_transport(config)()
+    if from_folders and not transport.keeps_files:
+        transport.close()
+        return SharedMemoryTransport()
     return transport
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from turnwise_weight_file import find_problems, full_weights
+from turnwise_weight_group import joined
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -125,34 +126,57 @@ class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The manifest of a weight file; see ``turnwise_weight_file.find_problems``."""
+    """The manifest of a weight file, or of weights that a group is sent; see ``turnwise_weight_file.find_problems``."""
 
     version: int
     path: str
     tensors: list[dict[str, Any]] = field(default_factory=list)
     adapter: dict[str, Any] | None = None
+    group: dict[str, Any] | None = None
 
 
 class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Loads weights from a safetensors file that the trainer wrote, in shared memory or on a common file system."""
+    """Loads weights that the trainer sends to a group, or wrote to a safetensors file that this process can read."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
+    # Whether an update began that was not finished.
+    _begun = False
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Do nothing."""
 
     def start_weight_update(self) -> None:
         """Prepare the layers for weights in the checkpoint's form."""
+        if self._begun:
+            # An update that failed left layers that count what they have of it.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._begun = True
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load the file's tensors, or the checkpoint's with an adapter merged."""
-        self.model.load_weights(full_weights(vars(update_info), self.model_config.model))
+        """Load the group's or the file's tensors, or the checkpoint's with an adapter merged."""
+        if update_info.group is None:
+            self.model.load_weights(full_weights(vars(update_info), self.model_config.model))
+            return
+        parallel = self.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        address = {**update_info.group, "rank": update_info.group["rank"] + number}
+        with joined(**address, device=self.device) as group:
+            entries = [{"name": name, "shape": shape} for name, (_, shape) in group.layout().items()]
+            tied = self.model_config.hf_text_config.tie_word_embeddings
+            if problems := find_problems({"path": "", "tensors": entries}, self.model_config.model, tied=tied):
+                raise ValueError("; ".join(problems[:5]))
+            tensors = group.receive()
+            self.model.load_weights(tensors)
+            # What the model does not load is sent, too.
+            for _ in tensors:
+                pass
 
     def finish_weight_update(self) -> None:
         """Process what was loaded into the form that the layers compute with."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self._begun = False
         if self.device.type != "cpu":
             return
         head = getattr(self.model, "lm_head", None)

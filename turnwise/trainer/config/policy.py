@@ -185,7 +185,8 @@ class WeightTransportConfig(Section):
     """How new weights reach a policy's servers (``trainer/weight_sync.py``).
 
     Attributes:
-        name: ``shared_memory``, another registered name, or a custom class as ``pkg.mod:Class``.
+        name: ``shared_memory``; without files ``gloo``, ``nccl`` (between GPUs) or ``ipc`` (on one machine); another
+            registered name, or a custom class as ``pkg.mod:Class``.
         config: Its options by name.
     """
 

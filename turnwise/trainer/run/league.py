@@ -148,9 +148,8 @@ class League:
             stack.push_async_callback(fleet.close)
             await fleet.launch(updates=())
             fleets.append(fleet)
-            transports.append(
-                stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
-            )
+            transport = open_transport(policy.config.policy.weight_transport, from_folders=True)
+            transports.append(stack.enter_context(contextlib.closing(transport)))
         return cls(name, config.league, policy, run, fleets, transports)
 
     async def restore(self, versions: Sequence[int]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -15,10 +16,10 @@ from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
 from turnwise.engine.weights import WeightStream, tensor_entries
-from turnwise.errors import ConfigError, InferenceError, RequestRefused
+from turnwise.errors import ConfigError, EngineDied, InferenceError, RequestRefused
 from turnwise.inference.engines import find_engine
 from turnwise.inference.replica_set import ReplicaSet
-from turnwise.model.core import AdapterInfo, LLMClient, Renderer, ServedPolicy, WeightManifest
+from turnwise.model.core import AdapterInfo, LLMClient, Renderer, Replica, ServedPolicy, WeightManifest
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.critic import Critic
@@ -26,6 +27,7 @@ from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.learn.learner import Learner, open_learner, send_weights
 from turnwise.trainer.learn.reference import KLGuard
 from turnwise.trainer.run.checkpoint import policy_folder
+from turnwise.trainer.train_thread import TrainThread
 from turnwise.trainer.weight_sync import WeightTransport, open_transport, serves_by_name, weight_dtype
 from turnwise.types import RouteShape, SamplingParams, TokenPrompt, as_ids
 
@@ -91,6 +93,8 @@ class TrainedPolicy(LoadedPolicy):
         transport: Sends weights to them.
         named: Whether the servers hold its adapter by its name, beside the model's weights or other adapters.
         teacher: The teacher of distillation, if any.
+        published: The version that the servers were sent last, and the learner's steps of then.
+        publishing: Held while weights are sent.
     """
 
     fleet: ReplicaSet
@@ -98,6 +102,8 @@ class TrainedPolicy(LoadedPolicy):
     transport: WeightTransport
     named: bool = False
     teacher: Teacher | None = None
+    published: tuple[int, int] = (0, 0)
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     async def serve(
@@ -125,6 +131,7 @@ class TrainedPolicy(LoadedPolicy):
         await fleet.launch(updates=[manifest for manifest in announced if manifest is not None])
         served = []
         for policy, transport in zip(loaded, transports, strict=True):
+            transport.check(policy.config, fleet.replicas)
             client = LedgerClient(fleet.client_of(policy.name if named else None), book)
             stack.push_async_callback(client.close)
             if config.inference.routed_experts:
@@ -158,11 +165,35 @@ class TrainedPolicy(LoadedPolicy):
         except InferenceError as error:
             await self.fleet.recover(error)
 
-    async def publish_weights(self, version: int) -> None:
-        """Send the learner's weights to the servers as a version. Raises InferenceError."""
+    async def publish_weights(self, version: int, replicas: Sequence[Replica] | None = None) -> None:
+        """Send the learner's weights to all servers, or some, as a version. Raises InferenceError."""
         adapter = _served_adapter(self.learner, self.name if self.named else None)
         send = partial(send_weights, self.learner, dtype=weight_dtype(self.config))
-        await self.transport.publish(send, self.fleet.replicas, version, adapter=adapter)
+        async with self.publishing:
+            await self.transport.publish(send, replicas or self.fleet.replicas, version, adapter=adapter)
+            self.published = version, self.learner.steps
+
+    async def republish(self, replica: Replica, train_thread: TrainThread) -> None:
+        """Send the last version to a server that has lost it, unless the learner has changed: then another one comes.
+
+        Raises:
+            EngineDied: All servers have lost it in the middle of a step of several parts.
+            InferenceError: It does not load them.
+        """
+        loop = asyncio.get_running_loop()
+
+        def publish() -> None:
+            version, steps = self.published
+            if replica.outdated and self.learner.steps == steps:
+                # In this thread the learner is trained: it waits until all is sent.
+                asyncio.run_coroutine_threadsafe(self.publish_weights(version, [replica]), loop).result()
+
+        await train_thread(publish)
+        if self.config.overlap.stream > 1 and all(server.outdated for server in self.fleet.replicas):
+            raise EngineDied(
+                "all servers were restarted in the middle of a step of several parts (overlap.stream), of whose "
+                "weights there is no version: the same command resumes from the last checkpoint"
+            )
 
     def save(self, directory: Path) -> None:
         """Write the state of learner and critic, and the renderer's format, to its folder of a checkpoint."""
@@ -247,8 +278,8 @@ async def sync_weights(
     *,
     pause: bool = False,
     transfer: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
-) -> int:
-    """Send the weights of policies of the same servers to them as a version; return the bytes sent.
+) -> dict[str, float]:
+    """Send the weights of policies of the same servers to them as a version; return metrics of it.
 
     A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``pause`` makes
     servers abort running requests and pause meanwhile. ``transfer`` is entered while the weights are sent.
@@ -270,9 +301,13 @@ async def sync_weights(
         if pause:
             await fleet.resume()
 
-    sent_before = sum(policy.transport.sent_bytes for policy in policies)
+    began, sent_before = time.monotonic(), sum(policy.transport.sent_bytes for policy in policies)
+    paused_before = [replica.paused_s for replica in fleet.replicas]
     await fleet.with_recovery(write)
-    return sum(policy.transport.sent_bytes for policy in policies) - sent_before
+    seconds = time.monotonic() - began
+    paused = [replica.paused_s - before for replica, before in zip(fleet.replicas, paused_before, strict=True)]
+    sent = sum(policy.transport.sent_bytes for policy in policies) - sent_before
+    return {"sync/bytes": sent, "time/weights_s": seconds, "servers/paused_s": seconds if pause else max(paused)}
 
 
 def _refused_weights(policy: TrainedPolicy, error: RequestRefused) -> RequestRefused:

@@ -245,13 +245,13 @@ class TrainRun(RunFiles):
         See :func:`~turnwise.trainer.run.policies.sync_weights`.
         """
         step = self.state.step
-        bytes_written = [
+        costs = [
             await sync_weights(policies, step, pause=pause, transfer=partial(self.phases.transfer, policies))
             for policies in serving_together(self.policies)
         ]
         await self.phases.end_training()
         self.state.weight_version = step
-        metrics = {"sync/bytes": float(sum(bytes_written))}
+        metrics = {name: sum(cost[name] for cost in costs) for name in costs[0]}
         for name, league in self.leagues.items():
             await league.add_if_due(step)
             self.state.leagues[name] = list(league.versions)
@@ -387,6 +387,8 @@ async def open_run(
         run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         at_exit(stack, partial(_save_unsaved, run))
+        for first, *_ in serving_together(run.policies):
+            first.fleet.resend = partial(first.republish, train_thread=run.train_thread)
         if run.state.step or any(policy.launched_elsewhere for policy in run.policies.values()):
             # Servers were launched with the model that the configuration names, or with none that is known.
             await run.sync_weights()

@@ -1,0 +1,1 @@
+"""Weight transports that plug in."""
