@@ -16,10 +16,13 @@ from turnwise.errors import EngineDied, InferenceError, RequestRefused
 from turnwise.inference import replica_set
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
+from turnwise.model.core import Replica
 
 
 class Server:
     """What a fleet asks of a server; dies when it is told to."""
+
+    outdated = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -190,3 +193,21 @@ async def test_a_call_that_fails_without_a_death_is_not_tried_for_ever(error: In
 def test_a_negative_number_of_restarts_is_refused() -> None:
     with pytest.raises(ValidationError, match="max_restarts"):
         InferenceConfig(max_restarts=-1)
+
+
+async def test_a_server_that_lost_its_weights_is_sent_them_again() -> None:
+    async with fleet_of(2) as (fleet, [server, _]):
+        resent = asyncio.Event()
+
+        async def resend(replica: Replica) -> None:
+            assert [entry.ejected for entry in fleet.client.router.servers] == [True, False]
+            server.outdated = False
+            assert replica is server  # type: ignore[comparison-overlap]
+            resent.set()
+
+        fleet.resend = resend
+        server.outdated = True
+        await die_and_recover(fleet, server)
+        await resent.wait()
+        await fleet.with_recovery(server.launch)
+        assert [entry.ejected for entry in fleet.client.router.servers] == [False, False]

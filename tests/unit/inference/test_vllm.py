@@ -118,11 +118,11 @@ def test_command_line_has_the_flags_of_training(model: Path, monkeypatch: pytest
     variables = environment(ServeConfig(), 0, os.environ, eager=False)
     assert not {"PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"} & variables.keys()
     assert line[line.index("--middleware") + 1] == "turnwise_guard.ControlGuard"
-    # vLLM's Python sees four files of this package, and not the packages beside it.
+    # vLLM's Python sees five files of this package, and not the packages beside it.
     folders = [Path(folder) for folder in variables["PYTHONPATH"].split(os.pathsep)]
     assert {file.name for folder in folders for file in folder.iterdir() if file.suffix == ".py"} == {
         "__init__.py", "turnwise_guard.py",
-        "turnwise_vllm_serve.py", "turnwise_vllm_worker.py", "turnwise_weight_file.py",
+        "turnwise_vllm_serve.py", "turnwise_vllm_worker.py", "turnwise_weight_file.py", "turnwise_weight_group.py",
     }  # fmt: skip
 
 

@@ -165,13 +165,16 @@ class TrainedPolicy(LoadedPolicy):
         except InferenceError as error:
             await self.fleet.recover(error)
 
-    async def publish_weights(self, version: int, replicas: Sequence[Replica] | None = None) -> None:
-        """Send the learner's weights to all servers, or some, as a version. Raises InferenceError."""
+    async def publish_weights(self, version: int) -> None:
+        """Send the learner's weights to the servers as a version. Raises InferenceError."""
+        async with self.publishing:
+            await self._send_weights(version, self.fleet.replicas)
+            self.published = version, self.learner.steps
+
+    async def _send_weights(self, version: int, replicas: Sequence[Replica]) -> None:
         adapter = _served_adapter(self.learner, self.name if self.named else None)
         send = partial(send_weights, self.learner, dtype=weight_dtype(self.config))
-        async with self.publishing:
-            await self.transport.publish(send, replicas or self.fleet.replicas, version, adapter=adapter)
-            self.published = version, self.learner.steps
+        await self.transport.publish(send, replicas, version, adapter=adapter)
 
     async def republish(self, replica: Replica, train_thread: TrainThread) -> None:
         """Send the last version to a server that has lost it, unless the learner has changed: then another one comes.
@@ -182,13 +185,14 @@ class TrainedPolicy(LoadedPolicy):
         """
         loop = asyncio.get_running_loop()
 
-        def publish() -> None:
-            version, steps = self.published
-            if replica.outdated and self.learner.steps == steps:
-                # In this thread the learner is trained: it waits until all is sent.
-                asyncio.run_coroutine_threadsafe(self.publish_weights(version, [replica]), loop).result()
+        async def send_again() -> None:
+            async with self.publishing:
+                version, steps = self.published
+                if replica.outdated and self.learner.steps == steps:
+                    await self._send_weights(version, [replica])
 
-        await train_thread(publish)
+        # In this thread the learner is trained: it waits until all is sent.
+        await train_thread(lambda: asyncio.run_coroutine_threadsafe(send_again(), loop).result())
         if self.config.overlap.stream > 1 and all(server.outdated for server in self.fleet.replicas):
             raise EngineDied(
                 "all servers were restarted in the middle of a step of several parts (overlap.stream), of whose "
