@@ -10,8 +10,9 @@ import asyncio
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -31,27 +32,15 @@ from turnwise.trainer.weight_sync import SendWeights, SharedMemoryTransport, che
 _KEY = "policies.main.weight_transport.name"
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveSender:
-    """Sends one version to a group; pickled to the process that has the weights.
-
-    Attributes:
-        group: The group, of which this process is the first.
-        version: The version.
-    """
-
-    group: GroupAddress
-    version: int
-
-    def __call__(self, tensors: WeightTensors) -> WeightManifest:
-        """Send the tensors. Raises InferenceError where a process of the group fails."""
-        stream = weight_stream(tensors, self.version)
-        try:
-            with joined(**asdict(self.group), device=resolve_device(AUTO)) as group:
-                send_tensors(group, stream)
-        except GroupFailed as error:
-            raise InferenceError(f"weights version {self.version}: {error}") from error
-        return WeightManifest(self.version, "", tensor_entries(stream.described), group=self.group)
+def send_version(tensors: WeightTensors, *, address: GroupAddress, version: int) -> WeightManifest:
+    """Send weights to a group, whose first process this is. Raises InferenceError where a process of it fails."""
+    stream = weight_stream(tensors, version)
+    try:
+        with joined(**asdict(address), device=resolve_device(AUTO)) as group:
+            send_tensors(group, stream)
+    except GroupFailed as error:
+        raise InferenceError(f"weights version {version}: {error}") from error
+    return WeightManifest(version, "", tensor_entries(stream.described), group=address)
 
 
 def send_tensors(group: WeightGroup, stream: WeightStream) -> None:
@@ -79,9 +68,8 @@ def send_tensors(group: WeightGroup, stream: WeightStream) -> None:
 def open_store(host: str, size: int) -> Any:
     """Return a store where a group of a size meets, on this address and no other; it closes when it is deleted."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port, library = listener.getsockname()[1], dist
-    make: Any = library.TCPStore  # type: ignore[attr-defined]
-    return make(host, port, size, True, WAIT, wait_for_workers=False, master_listen_fd=listener.detach())
+    port, library = listener.getsockname()[1], cast("Any", dist)
+    return library.TCPStore(host, port, size, True, WAIT, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class CollectiveTransport(SharedMemoryTransport):
@@ -98,12 +86,17 @@ class CollectiveTransport(SharedMemoryTransport):
 
     def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:
         """Check that the servers can join a group, and that the backend reaches them. Raises ConfigError."""
-        unable = [replica.url for replica in replicas if not replica.group_ranks]
+        problem, unable = "", [replica.url for replica in replicas if not replica.group_ranks]
+        on_cpu = accelerator() != "cuda" or CPU in (config.policy.model.device, config.inference.device)
+        remote = [host for host in _hosts(replicas) if not is_loopback(host)]
         if unable:
-            raise ConfigError(
-                f"{_KEY} is {self.backend}, but the server at {unable[0]} (inference.engine {config.inference.engine}) "
-                "cannot join a group: set it to shared_memory, or inference.engine to builtin or vllm"
-            )
+            problem = f"but the server at {unable[0]} (inference.engine) cannot join a group: set it to shared_memory"
+        elif self.backend == "nccl" and on_cpu:
+            problem = "but trainer or servers compute on CPUs (model.device, inference.device): set it to gloo"
+        elif self.backend == "ipc" and (remote or current_placement().ranks is not None):
+            problem = f"but {(*remote, 'a rank')[0]} is on another machine (placement, inference.url): set it to gloo"
+        if problem:
+            raise ConfigError(f"{_KEY} is {self.backend}, {problem}")
 
     async def publish(
         self, send: SendWeights, replicas: Sequence[Replica], version: int, *, adapter: AdapterInfo | None = None
@@ -120,7 +113,7 @@ class CollectiveTransport(SharedMemoryTransport):
         size = 1 + sum(replica.group_ranks for replica in replicas)
         store = open_store(host, size)
         group = GroupAddress(self.backend, host, store.port, size)
-        sending = asyncio.create_task(asyncio.to_thread(send, CollectiveSender(group, version)))
+        sending = asyncio.create_task(asyncio.to_thread(send, partial(send_version, address=group, version=version)))
         updates, rank = list[asyncio.Task[int]](), 1
         for replica in replicas:
             manifest = WeightManifest(version, "", group=replace(group, rank=rank))
@@ -141,10 +134,9 @@ class CollectiveTransport(SharedMemoryTransport):
 
 def _meeting_host(replicas: Sequence[Replica]) -> str:
     """Return the address of this machine that ranks and servers reach."""
-    ranks = current_placement().ranks
-    if ranks is not None:
+    if (ranks := current_placement().ranks) is not None:
         return ranks.host
-    hosts = [_host_of(replica) for replica in replicas]
+    hosts = _hosts(replicas)
     remote = next((host for host in hosts if not is_loopback(host)), hosts[0])
     family, _, _, _, address = socket.getaddrinfo(remote, 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -153,8 +145,8 @@ def _meeting_host(replicas: Sequence[Replica]) -> str:
         return str(probe.getsockname()[0])
 
 
-def _host_of(replica: Replica) -> str:
-    return urlsplit(replica.url).hostname or ""
+def _hosts(replicas: Sequence[Replica]) -> list[str]:
+    return [urlsplit(replica.url).hostname or "" for replica in replicas]
 
 
 class GlooTransport(CollectiveTransport):
@@ -168,27 +160,8 @@ class NCCLTransport(CollectiveTransport):
 
     backend = "nccl"
 
-    def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:
-        """Check that trainer and servers compute on GPUs; see :meth:`CollectiveTransport.check`."""
-        super().check(config, replicas)
-        if accelerator() != "cuda" or config.policy.model.device == CPU or config.inference.device == CPU:
-            raise ConfigError(
-                f"{_KEY} is nccl, which sends from GPU to GPU, but trainer or servers compute on CPUs "
-                "(policies.main.model.device, inference.device): set it to gloo"
-            )
-
 
 class IPCTransport(CollectiveTransport):
     """Hands buckets over in memory that processes of one machine share: of one GPU, or main memory."""
 
     backend = "ipc"
-
-    def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:
-        """Check that all processes are on this machine; see :meth:`CollectiveTransport.check`."""
-        super().check(config, replicas)
-        remote = [replica.url for replica in replicas if not is_loopback(_host_of(replica))]
-        if remote or current_placement().ranks is not None:
-            raise ConfigError(
-                f"{_KEY} is ipc, which shares memory on one machine, but {remote[0] if remote else 'a rank'} is on "
-                "another one (placement, inference.url): set it to nccl or gloo"
-            )
