@@ -44,7 +44,6 @@ REGISTRIES = {
     "critic advantages": ("gae",),
     "agents": ("react", "single_turn"),
     "agent programs": ("codex", "opencode"),
-    "placeholders of agent programs": ("base_url", "prompt_file"),
     "chat formats": ("hermes", "glm"),
     "engines": ("torch",),
     "environments": ("lookup", "calculator"),

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from turnwise.engine.accelerator import accelerator, resolve_device
+from turnwise.engine.accelerator import accelerator, collectives, resolve_device
 from turnwise.engine.vllm_side.turnwise_weight_group import BYTE, WAIT, GroupFailed, WeightGroup, joined
 from turnwise.engine.weights import WeightStream, WeightTensors, tensor_entries, weight_stream
 from turnwise.errors import ConfigError, InferenceError
@@ -87,7 +87,8 @@ class CollectiveTransport(SharedMemoryTransport):
     def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:
         """Check that the servers can join a group, and that the backend reaches them. Raises ConfigError."""
         problem, unable = "", [replica.url for replica in replicas if not replica.group_ranks]
-        on_cpu = accelerator() != "cuda" or CPU in (config.policy.model.device, config.inference.device)
+        devices = (accelerator() or CPU, config.policy.model.device, config.inference.device)
+        on_cpu = collectives(devices[0]) != "nccl" or CPU in devices
         remote = [host for host in _hosts(replicas) if not is_loopback(host)]
         if unable:
             problem = f"but the server at {unable[0]} (inference.engine) cannot join a group: set it to shared_memory"
