@@ -141,6 +141,8 @@ def assert_ranks_train_alike(run: Path) -> None:
                 # The largest of thousands of tokens shows what weights that differ by 1e-6 do to one of them.
                 largest = {name: metrics.pop(name) for name in ("gap/max", "train/ratio_max")}
                 assert largest == pytest.approx({name: alone[name] for name in largest}, abs=1e-4)
+                # Of another sample of the weights where they are sharded.
+                assert metrics.pop("train/update_ratio") == pytest.approx(alone["train/update_ratio"], rel=0.3)
                 assert metrics == pytest.approx({name: alone[name] for name in metrics}, abs=1e-5)
         first = load_file(config.policy.model.path / "model.safetensors")
         weights, *other_weights = (dict(learner.export_weights()) for learner in learners)

@@ -301,6 +301,9 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     for seed in (1, 2):
         figures = [train(learner, critic, seed) for learner, critic in zip((one, sharded), critics, strict=True)]
         assert figures[0].keys() == figures[1].keys()
+        # Of another sample of the weights where they are sharded.
+        ratios = [metrics.pop("train/update_ratio") for metrics in figures]
+        assert ratios[1] == pytest.approx(ratios[0], rel=0.3)
         assert figures[1] == pytest.approx(figures[0], abs=1e-5)
         sharded.save(tmp_path / str(seed))
         critics[1].learner.save(tmp_path / str(seed) / "critic")
