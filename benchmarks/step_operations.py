@@ -67,18 +67,18 @@ class GraphCounts:
         import torch
         from torch._inductor import compile_fx, graph
 
-        made: list[tuple[int, int]] = []
+        compiled_graphs: list[tuple[int, int]] = []
         build = graph.GraphLowering._compile_to_module
 
         def counting_build(lowering: Any) -> Any:
             module = build(lowering)
             moved, nodes, _ = lowering.count_bytes()
-            made.append((len(nodes), int(moved)))
+            compiled_graphs.append((len(nodes), int(moved)))
             return module
 
         def inner(module: Any, inputs: Any, **keywords: Any) -> Any:
             compiled = compile_fx.compile_fx_inner(module, inputs, **keywords)
-            launches, moved = made[-1]
+            launches, moved = compiled_graphs[-1]
 
             def run(values: list[Any]) -> Any:
                 self.launches += launches

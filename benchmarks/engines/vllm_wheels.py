@@ -42,13 +42,13 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
     fits = commands.add_parser("fits", help="which vLLM was built for a torch")
     fits.add_argument("--torch", required=True)
     fits.add_argument("--requirements", type=Path, help="where to list what the machine needs")
     fits.add_argument("platform", nargs="*", help="options of pip for the machine, after --")
-    fits.set_defaults(run=lambda given: find_fit(given.torch, given.requirements, given.platform))
+    fits.set_defaults(run=lambda arguments: find_fit(arguments.torch, arguments.requirements, arguments.platform))
     parted = commands.add_parser("cut", help="cut wheels into parts")
     parted.add_argument("wheels", type=Path)
     parted.add_argument("parts", type=Path)
@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     served.add_argument("--packages", type=Path, default=ROOT / ".cache" / "smollm2")
     served.set_defaults(run=lambda arguments: serve(arguments.parts, arguments.packages))
     commands.add_parser("rehearse", help="cut and join on any machine").set_defaults(run=lambda _: rehearse())
-    return made.parse_args()
+    return parser.parse_args()
 
 
 def find_fit(torch: str, requirements: Path | None = None, platform: Sequence[str] = ()) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def serve(parts: Path, packages: Path) -> dict[str, Any]:
     if "error" in joined:
         return joined
     (vllm,) = (wheels / name for name in joined["wheels"] if name.startswith("vllm-"))
-    wanted, here = built_for(vllm), version("torch").partition("+")[0]
-    if wanted is not None and wanted != here:
+    required, installed = built_for(vllm), version("torch").partition("+")[0]
+    if required is not None and required != installed:
         return {
-            "error": f"{vllm.name} was built for torch {wanted}, and this machine has {here}: take the vLLM that "
-            f"`vllm_wheels.py fits --torch {here}` names"
+            "error": f"{vllm.name} was built for torch {required}, and this machine has {installed}: take the vLLM "
+            f"that `vllm_wheels.py fits --torch {installed}` names"
         }
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run([*install, "--upgrade", "--target", str(site), *map(str, wheels.glob("*.whl"))], check=True)
@@ -189,11 +189,11 @@ def rehearse() -> dict[str, Any]:
             archive.writestr("vllm-0.0.0.dist-info/METADATA", "Name: vllm\nRequires-Dist: torch==2.11.0\n")
             archive.writestr("vllm/weights.bin", os.urandom(10_000))
         done = cut(wheels, parts, size=4096)
-        whole = join(parts, joined)
-        same = _digest(joined / whole["wheels"][0]) == _digest(wheels / whole["wheels"][0])
-        (parts / f"{whole['wheels'][0]}.001").write_bytes(b"damaged")
+        rejoined = join(parts, joined)
+        same = _digest(joined / rejoined["wheels"][0]) == _digest(wheels / rejoined["wheels"][0])
+        (parts / f"{rejoined['wheels'][0]}.001").write_bytes(b"damaged")
         refused = join(parts, joined)["error"]
-        return {**done, "same": same, "built_for": built_for(joined / whole["wheels"][0]), "refused": refused}
+        return {**done, "same": same, "built_for": built_for(joined / rejoined["wheels"][0]), "refused": refused}
 
 
 if __name__ == "__main__":

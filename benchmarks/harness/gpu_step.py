@@ -130,11 +130,11 @@ def checkpoint(sizes: Sizes) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    def build(made: Path) -> None:
+    def build(folder: Path) -> None:
         torch.manual_seed(0)
         with torch.device(sizes.device):
             model = Qwen2ForCausalLM(Qwen2Config(**sizes.model)).to(getattr(torch, sizes.dtype))
-        model.save_pretrained(made)
+        model.save_pretrained(folder)
 
     return cached("gpu-model", {"model": sizes.model, "dtype": sizes.dtype}, build)
 
@@ -147,22 +147,22 @@ class Variant:
         name: Its name in the result.
         optimizations: Of ``model.optimizations``.
         checkpointing: ``model.gradient_checkpointing``.
-        whole: Whether all tokens are one micro-batch.
+        one_batch: Whether all tokens are one micro-batch.
         share: ``batch.share_prefixes``: rows of a group are a tree, which FlexAttention computes.
     """
 
     name: str
     optimizations: list[str] = field(default_factory=list)
     checkpointing: bool | str = True
-    whole: bool = False
+    one_batch: bool = False
     share: bool = True
 
 
 ALL = ["varlen", "compile", "fused_loss", "bfloat16_weights"]
 VARIANTS = (
     Variant("plain"),
-    Variant("all", ALL, "matmuls", whole=True),
-    Variant("one_micro_batch", whole=True),
+    Variant("all", ALL, "matmuls", one_batch=True),
+    Variant("one_micro_batch", one_batch=True),
     Variant("matmuls", checkpointing="matmuls"),
     Variant("no_checkpointing", checkpointing=False),
     Variant("fused_loss", ["fused_loss"]),
@@ -170,7 +170,7 @@ VARIANTS = (
     Variant("compile", ["compile"]),
     Variant("unshared", share=False),
     Variant("unshared_varlen", ["varlen"], share=False),
-    Variant("unshared_all", ALL, "matmuls", whole=True, share=False),
+    Variant("unshared_all", ALL, "matmuls", one_batch=True, share=False),
 )
 """In order of worth: what is measured last may not be measured at all."""
 
@@ -218,7 +218,7 @@ def measure_step(sizes: Sizes, folder: Path, variant: Variant, rate: float) -> d
     rows = step_rows(sizes, int(shape.vocab_size))
     most = sum(len(row.sample.input_ids) for row in rows)
     batch = BatchConfig(
-        max_tokens_per_micro_batch=most if variant.whole else sizes.budget, share_prefixes=variant.share
+        max_tokens_per_micro_batch=most if variant.one_batch else sizes.budget, share_prefixes=variant.share
     )
     algorithm = AlgorithmConfig()
     load_peak = clock.peak_mb()

@@ -130,9 +130,9 @@ def mixture(lookup_model: Path, directory: Path) -> Path:
     shutil.copytree(lookup_model, directory)
     settings = Qwen3Config.from_pretrained(directory).to_dict()
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.2}
-    kept = {key: value for key, value in settings.items() if key not in ("model_type", "architectures")}
+    dense = {key: value for key, value in settings.items() if key not in ("model_type", "architectures")}
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept | experts)).save_pretrained(directory)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**dense | experts)).save_pretrained(directory)
     return directory
 
 
