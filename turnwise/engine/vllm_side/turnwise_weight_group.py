@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ class GroupFailed(RuntimeError):
     """Weights were not sent to all of a group: what a receiver has loaded is no version."""
 
 
-class WeightGroup:
+class WeightGroup(ABC):
     """This process in a group for one update: the first one sends, all others receive.
 
     Attributes:
@@ -48,11 +49,11 @@ class WeightGroup:
         self.rank = rank
         self.bucket = torch.empty(BUCKET, dtype=BYTE, device=device)
 
+    @abstractmethod
     def exchange(self, count: int) -> None:
         """Send so many bytes of the bucket, or receive them."""
-        raise NotImplementedError
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - a broadcast knows by itself
         """Tell the sender that the bucket's bytes were copied, where it does not know."""
 
     def leave(self) -> None:
