@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from test_gpu_trainer import rows
 
 from support.engine.gpu import DEVICE, MARKS, ON_DEVICE, REHEARSED
+from support.trainer.gpu_batch import rows, save_small_model
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import Optimization
 from turnwise.trainer.model.attention import Scoring, _by_paths, varlen_attention
@@ -19,29 +18,13 @@ from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.policy import Policy, load_model
 
 pytestmark = MARKS
-VOCABULARY = 512
 ALL: tuple[Optimization, ...] = ("varlen", "compile", "fused_loss", "bfloat16_weights")
 """On a CPU the first is left out: there is no kernel."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def scored(policy: Policy, *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +45,7 @@ def test_each_optimization_is_near_the_plain_step(model: Path, names: tuple[Opti
         policy = load_model(model, device=DEVICE, compute_dtype="bfloat16", optimizations=names)
         assert policy.optimizations == set(names) - ({"varlen"} if REHEARSED else set())
         (logprobs, gradients), (expected, expected_gradients) = (
-            scored(each, shared=shared) for each in (policy, plain)
+            scored(model_policy, shared=shared) for model_policy in (policy, plain)
         )
         assert float((logprobs - expected).abs().max()) < 0.2
         assert float(torch.cosine_similarity(gradients, expected_gradients, dim=0)) > 0.98

@@ -8,62 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from support.engine.gpu import DEVICE, MARKS, ON_DEVICE
+from support.trainer.gpu_batch import rows, save_small_model
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.policy import ComputeDtype, load_model
-from turnwise.trajectory import TrainSample
 
 pytestmark = MARKS
-VOCABULARY = 512
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-def rows(lengths: tuple[int, ...] = (40, 33, 18, 9, 40, 7)) -> list[TrainRow]:
-    random = np.random.default_rng(0)
-    samples = []
-    for number, length in enumerate(lengths):
-        mask = np.arange(length) >= length // 2
-        sample = TrainSample(
-            input_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
-            loss_mask=mask,
-            rollout_logprobs=np.where(mask, -6.0, 0).astype(np.float32),
-            weight_versions=np.where(mask, 0, -1).astype(np.int32),
-            turn_ids=np.where(mask, 0, -1).astype(np.int32),
-            trajectory_id=f"t{number}",
-            group_id="g",
-            leaf=0,
-        )
-        samples.append(TrainRow(sample, advantage=1.0 if number % 2 else -1.0, temperature=0.9))
-    return samples
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def scored(model: Path, device: str, dtype: ComputeDtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

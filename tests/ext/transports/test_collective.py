@@ -11,43 +11,26 @@ import pytest
 import torch
 
 from support.engine.tiny_lm import make_model, save_model
+from support.trainer.idle_replica import IdleReplica
 from support.trainer.lookup_run import train_config
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.vllm_side import turnwise_weight_group
 from turnwise.engine.vllm_side.turnwise_weight_group import GroupFailed, joined
-from turnwise.errors import ConfigError, EngineDied, InferenceError
+from turnwise.errors import ConfigError, InferenceError
 from turnwise.model.core import Replica, WeightManifest
 from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.weight_sync import SendWeights, WeightTransport, open_transport
 
 
-class ReceivingReplica(Replica):
+class ReceivingReplica(IdleReplica):
     """Receives what its group is sent, in a thread, as the process of a server would."""
 
     group_ranks = 1
 
     def __init__(self, fails: bool = False) -> None:
-        self.loaded: dict[str, torch.Tensor] = {}
+        super().__init__("http://127.0.0.1:1")
         self.fails = fails
-
-    @property
-    def url(self) -> str:
-        return "http://127.0.0.1:1"
-
-    async def launch(self) -> None: ...
-
-    async def health(self) -> bool:
-        return True
-
-    async def pause(self, *, abort: bool = False) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def wait_died(self) -> EngineDied:
-        raise NotImplementedError
-
-    async def restart(self) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         try:
@@ -64,8 +47,6 @@ class ReceivingReplica(Replica):
             if self.fails:
                 raise InferenceError("it died")
             self.loaded |= tensors
-
-    async def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

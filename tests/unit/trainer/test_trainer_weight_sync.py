@@ -9,44 +9,25 @@ import pytest
 import torch
 
 from support.processes.warm import run_command
+from support.trainer.idle_replica import IdleReplica
 from turnwise.engine.weights import read_weights
-from turnwise.errors import EngineDied, InferenceError
-from turnwise.model.core import Replica, WeightManifest
+from turnwise.errors import InferenceError
+from turnwise.model.core import WeightManifest
 from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.weight_sync import TRANSPORTS, SendWeights, SharedMemoryTransport, WeightTransport, open_transport
 
 
-class ReadingReplica(Replica):
+class ReadingReplica(IdleReplica):
     """Loads what a manifest names, as a server would."""
 
     def __init__(self, answer: int | None = None) -> None:
-        self.loaded: dict[str, torch.Tensor] = {}
+        super().__init__("memory://replica")
         self.answer = answer
-
-    @property
-    def url(self) -> str:
-        return "memory://replica"
-
-    async def launch(self) -> None: ...
-
-    async def health(self) -> bool:
-        return True
-
-    async def pause(self, *, abort: bool = False) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def wait_died(self) -> EngineDied:
-        raise NotImplementedError
-
-    async def restart(self) -> None: ...
 
     async def update_weights(self, manifest: WeightManifest) -> int:
         self.loaded = await asyncio.to_thread(read_weights, manifest)
         return manifest.version if self.answer is None else self.answer
-
-    async def close(self) -> None: ...
 
 
 def send_of(policy: Policy) -> SendWeights:
