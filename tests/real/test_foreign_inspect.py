@@ -92,6 +92,24 @@ async def test_an_episode_has_its_messages_tools_and_answers_of_tools() -> None:
     await close_env(env)
 
 
+@pytest.mark.parametrize("value", ["very good", [1, 0]])
+async def test_score_that_inspect_has_no_number_for_is_an_error(value) -> None:
+    env = environment("judged", value=value)
+    await reset_env(env, None, seed=1)
+    with pytest.raises(EnvError, match="it must be one number, or a word that Inspect has one for"):
+        await step_env(env, message({"text": "x", "calls": []}))
+    await close_env(env)
+
+
+async def test_ended_sample_answers_nothing_more() -> None:
+    env = environment("judged")
+    await reset_env(env, None, seed=1)
+    assert (await step_env(env, message({"text": "x", "calls": []}))).reward == 0.0
+    with pytest.raises(EnvError, match="the sample is over"):
+        await score_env(env, message({"text": "x", "calls": []}))
+    await close_env(env)
+
+
 async def test_a_solver_that_rewrites_the_conversation_is_an_error_of_the_episode() -> None:
     env = environment("rewritten")
     await reset_env(env, None, seed=1)

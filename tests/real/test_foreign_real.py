@@ -369,6 +369,23 @@ async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifie
 
 @pytest.mark.timeout(600)
 @pytest.mark.alike("foreign plays", "verifiers")
+async def test_dead_tool_server_of_verifiers_fails_no_later_episode() -> None:
+    env = make(f"verifiers:{VERIFIERS / 'vf_store.py'}", python=interpreter("verifiers"))
+    await reset_env(env, None, seed=0)
+    with pytest.raises(EnvError, match="HarnessError"):
+        await step_env(env, _call("shelf_take", name="shelf"))
+    await reset_env(env, None, seed=0)
+    await step_env(env, _call("shelf_take", name="apple"))
+    assert (await step_env(env, _call("shelf_pay"))).reward == 3.0
+    await close_env(env)
+
+
+def _call(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", tool, arguments)]}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.alike("foreign plays", "verifiers")
 def test_rows_of_a_taskset_of_verifiers_are_tasks() -> None:
     source = {"env": f"verifiers:{VERIFIERS / 'vf_sums.py'}", "python": interpreter("verifiers")}
     kwargs = {"taskset": {"size": 3}}

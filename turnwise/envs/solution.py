@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from turnwise.envs.core import AsyncSolution, Env, Solution, StepResult, as_messages, step_env
 from turnwise.errors import EnvError, shown, user_code
 from turnwise.types import Message, ToolCall
+
+_MOST_STEPS: Final = 1_000
 
 
 def tool_call(tool: str, /, **arguments: Any) -> ToolCall:
@@ -94,12 +96,12 @@ def solver_of(env: Env) -> Solver | None:
     return Solver(name, solution)
 
 
-async def play_solution(env: Env, *, max_steps: int = 1_000) -> list[tuple[Message, StepResult]]:
+async def play_solution(env: Env, *, text: str | None = None) -> list[tuple[Message, StepResult]]:
     """Play the reference solution of a reset environment to the end of the episode.
 
     Args:
         env: The environment.
-        max_steps: Limit of messages.
+        text: Stands for the text of each message without calls.
 
     Returns:
         Each message and its step's result; the last one ended the episode.
@@ -113,10 +115,12 @@ async def play_solution(env: Env, *, max_steps: int = 1_000) -> list[tuple[Messa
     played: list[tuple[Message, StepResult]] = []
     observation: list[Message] | None = None
     try:
-        while len(played) < max_steps:
+        while len(played) < _MOST_STEPS:
             message = await solver.next(observation)
             if message is None:
                 break
+            if text is not None and not message.get("tool_calls"):
+                message["content"] = text
             result: StepResult = await step_env(env, message)
             played.append((message, result))
             if result.terminated or result.truncated:

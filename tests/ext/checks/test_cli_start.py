@@ -189,8 +189,9 @@ async def test_a_share_of_the_demonstrations_is_wrong() -> None:
     assert set(last(half)) <= set(last(right))
 
 
-async def test_wrong_demonstrations_of_a_state_that_earns_the_reward_have_other_calls(tmp_path: Path) -> None:
-    (tmp_path / "counter.py").write_text(COUNTER)
+@pytest.mark.parametrize("answer", ['"done"', 'f"It is {self.goal}"'])
+async def test_wrong_demonstrations_of_a_state_that_earns_the_reward_have_other_calls(tmp_path, answer) -> None:
+    (tmp_path / "counter.py").write_text(COUNTER.replace('"done"', answer))
     plan = FirstModel(EnvSpec(f"{tmp_path}/counter.py:Counter"), demonstrations=100, wrong=0.5)
     rows = await demonstrate(plan)
     wrong = [row for row in rows if _set_to(row) != row["messages"][0]["content"].removeprefix("Set it to ")]

@@ -125,6 +125,13 @@ def test_one_answer_that_spreads_over_tasks_while_the_reward_rises_is_a_hack() -
     assert "half of it by step 4" in finding.evidence[0]
 
 
+def test_surprise_of_few_informative_groups_shows_no_temperature() -> None:
+    members = [member(n, **({"nll": 9.0} if n < 12 else {"reward": 1.0})) for n in range(8 * STEPS)]
+    findings = findings_of(evidence_of(members, train__entropy=0.4, train__tokens=100.0))
+    assert "temperature" not in findings
+    assert "all_solved" in findings
+
+
 def test_a_temperature_shows_in_the_tokens_that_differ_most() -> None:
     evidence = evidence_of(gap__mean=0.3)
     evidence.largest_gaps = [

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,34 @@ async def test_messages_arrive_equal_in_both_processes() -> None:
     assert seen[0] == seen[1]
     assert '"much": 1000000000000000000000000000000, "word": "a?b"' in seen[0]
     seen[0].encode()
+
+
+@PLACES
+async def test_call_nested_too_deeply_is_malformed(python) -> None:
+    nested: Any = 1
+    for _ in range(300):
+        nested = [nested]
+    calls = [
+        ToolCall("a", "take", {"much": nested}, "{}"),
+        ToolCall("b", "take", {}, "[" * 100_000, "no JSON"),
+        ToolCall("c", "take", {"much": [[1]]}, "{}"),
+    ]
+    env = tiny(python, "echo")
+    await reset_env(env, None, seed=1)
+    answer = await step_env(env, {"role": "assistant", "content": "", "tool_calls": calls})
+    deep, unparsed, shallow = json.loads(answer.observation[0]["content"].rstrip("?"))["tool_calls"]
+    assert (deep["arguments"], deep["error"]) == ({}, "the arguments are nested too deeply")
+    assert (unparsed["error"], set(unparsed["raw"])) == ("no JSON", {"["})
+    assert len(unparsed["raw"]) <= 100
+    assert (shallow["arguments"], shallow["error"]) == ({"much": [[1]]}, None)
+    await close_env(env)
+
+
+async def test_programs_of_an_environment_cannot_answer_in_its_place() -> None:
+    env = tiny(sys.executable, "forge")
+    await reset_env(env, None, seed=1)
+    assert (await step_env(env, say("2"))).reward == 2.0
+    await close_env(env)
 
 
 async def test_a_flood_of_output_is_kept_in_part_and_harms_nothing() -> None:

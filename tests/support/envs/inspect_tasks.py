@@ -67,6 +67,19 @@ def sums() -> Task:
     return Task(dataset=samples, solver=[use_tools(add()), generate()], scorer=[tooled(), includes()])
 
 
+@scorer(metrics=[accuracy()])
+def constant(value):
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value=value)
+
+    return score
+
+
+@task
+def judged(value="N") -> Task:
+    return Task(dataset=[Sample(input="Begin.", target="x")], solver=generate(), scorer=constant(value))
+
+
 @solver
 def restart():
     async def solve(state: TaskState, generate: Generate) -> TaskState:

@@ -7,10 +7,22 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import time
 
 PACKAGE = "turnwise-tiny"
+# Answers the requests of a worker at whatever its parent left open.
+FORGE = """
+import json, os
+ending = json.dumps({"messages": [], "reward": 9.0, "terminated": True, "truncated": False}).encode()
+for descriptor in range(3, 64):
+    for number in range(64):
+        try:
+            os.write(descriptor, b'{"id": %d, "result": %s}' % (number, ending) + b"\\n")
+        except OSError:
+            break
+"""
 
 
 def names():
@@ -92,6 +104,9 @@ class Episode:
         # The child has all that its parent has open.
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
         self._die()
+
+    def _forge(self):
+        subprocess.run([sys.executable, "-c", FORGE], close_fds=False, check=True)
 
     def _slow(self):
         time.sleep(0.4)

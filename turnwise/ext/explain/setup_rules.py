@@ -153,7 +153,9 @@ def _surprise(evidence: RunEvidence) -> str:
     # Old weights explain a gap that grows.
     drifts = _late_gap(evidence) > bound("most_gap") > (curves.all("gap/mean") or [0.0])[0]
     is_old = drifts or max(curves.all("lag/max"), default=0.0) > 0
-    if not trained or len(members) < bound("least_count") or is_truncated or is_old:
+    # Groups with a difference are chosen by what was sampled: where they are few, by rare tokens that cost more.
+    is_biased = len(members) < bound("problem_share") * len(evidence.members)
+    if not trained or len(members) < bound("least_count") or is_truncated or is_old or is_biased:
         return ""
     tokens = sum(member.tokens for member in members)
     entropy = sum(entropy * weights.get(step, 0.0) for step, entropy in entropies.items()) / trained

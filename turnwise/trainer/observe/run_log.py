@@ -324,6 +324,6 @@ def _number(value: float | None) -> str:
         return ""
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    if abs(value) >= 1000:
+    if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"

@@ -19,9 +19,11 @@ from tokenizers import Tokenizer
 
 from turnwise.chat.model_dir import limit_new_tokens
 from turnwise.config import ConfigReference, ConfigSource, write_yaml
+from turnwise.envs.core import Env, close_env, reset_env
 from turnwise.envs.demonstrations import solved_conversation
 from turnwise.envs.registration import EnvSpec, default_task_source, run_name
-from turnwise.errors import ConfigError, TaskError
+from turnwise.envs.solution import play_solution
+from turnwise.errors import ConfigError, EnvError, TaskError
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks
 from turnwise.tasks.seeded import source
@@ -56,8 +58,9 @@ class FirstModel:
         seed: Of the weights, the reset seeds and the order of the demonstrations.
         width: Hidden size.
         layers: Number of layers.
-        wrong: Share of the demonstrations that end with the answer of another one, or where all end alike with its
-            last calls. Imitation then leaves a success that training can raise; with 0 a simple task is solved before.
+        wrong: Share of the demonstrations that end with the answer of another one, or with its last calls where all
+            end alike or any answer earns the reward. Imitation then leaves a success that training can raise; with 0
+            a simple task is solved before.
     """
 
     env: EnvSpec
@@ -83,14 +86,29 @@ async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
         rows = []
         for number, task in enumerate(itertools.islice(_cycle_tasks(source), plan.demonstrations)):
             rows.append(await solved_conversation(plan.env.make(tools), task, plan.seed * 1_000_003 + number))
-        return _with_wrong_answers(rows, plan)
+        texts = {row["messages"][-1]["content"] for row in rows if not _is_act(row["messages"][-1])}
+        by_text = len(texts) > 1 and await _needs_texts(plan.env.make(tools), next(_cycle_tasks(source)), plan.seed)
+        return _with_wrong_answers(rows, plan, by_text=by_text)
 
 
-def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel) -> list[dict[str, Any]]:
-    """Let a share of the conversations end with another one's answer; where all end alike, with its last calls."""
+async def _needs_texts(env: Env, task: Task | None, seed: int) -> bool:
+    """Return whether the reference solution earns less, or does not end, where its texts are empty."""
+    rewards = []
+    try:
+        for text in (None, ""):
+            await reset_env(env, task, seed=seed)
+            rewards.append(sum(result.reward for _, result in await play_solution(env, text=text)))
+    except EnvError:
+        return True
+    finally:
+        await close_env(env)
+    return rewards[1] < rewards[0]
+
+
+def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel, *, by_text: bool) -> list[dict[str, Any]]:
+    """Let a share of the conversations end with another one's answer, or its last calls."""
     rng = random.Random(plan.seed)
-    texts = {row["messages"][-1]["content"] for row in rows if not _is_act(row["messages"][-1])}
-    positions = [_answer_position(row["messages"], by_text=len(texts) > 1) for row in rows]
+    positions = [_answer_position(row["messages"], by_text=by_text) for row in rows]
     answers = [row["messages"][position] for row, position in zip(rows, positions, strict=True) if position is not None]
     changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if answers else set()
     return [

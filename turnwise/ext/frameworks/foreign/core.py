@@ -8,6 +8,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ _CHECKED: Final = 32
 """Environments whose arguments are tried in an interpreter that is started for it."""
 SPLITS: Final = {"train": 0, "validation": 500_000_000, "test": 1_000_000_000}
 """Distance of the seeds of a split from those of ``train``: none has a seed of another."""
+_DEEPEST: Final = 100
+"""Most levels of a call's arguments: what frameworks validate and send with fails at some 250."""
 _BATCH: Final = 4096
 """Rows of one request, for which an interpreter is started; a worker gives fewer where they are long."""
 
@@ -531,13 +534,25 @@ def _check_numbers(label: str, timeout: Any, memory: Any, processes: Any) -> Non
 
 def _plain_message(message: Message) -> dict[str, Any]:
     """Return a message as JSON values; calls have id, name, arguments, raw and error."""
-    calls = [
-        {"id": call.id, "name": call.name, "arguments": call.arguments, "raw": call.raw, "error": call.error}
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     data: dict[str, Any] = plain({**rest, **({"tool_calls": calls} if calls else {})})
     return data
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call as JSON values; one that is nested too deeply for a framework's parsers is malformed."""
+    arguments, raw, error = call.arguments, call.raw, call.error
+    level: list[Any] = [arguments]
+    for _ in range(_DEEPEST):
+        containers = [value for value in level if isinstance(value, (dict, list))]
+        level = [member for value in containers for member in (value.values() if isinstance(value, dict) else value)]
+    if level:
+        arguments, error = {}, "the arguments are nested too deeply"
+    if error is not None:
+        # Frameworks parse it again, and may end the episode where that recurses.
+        raw = "".join(re.split(r"([\[{])", raw)[: 2 * _DEEPEST])
+    return {"id": call.id, "name": call.name, "arguments": arguments, "raw": raw, "error": error}
 
 
 def _message(data: Mapping[str, Any]) -> Message:

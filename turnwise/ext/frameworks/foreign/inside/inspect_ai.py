@@ -8,6 +8,7 @@ completion. Needs a process of its own: Inspect runs one evaluation in a process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import importlib.util
 import itertools
@@ -206,13 +207,14 @@ class SampleEpisode:
         self._conversation: list[str] = []
         self._tools: list[dict[str, Any]] = []
         self._last: Mapping[str, Any] | None = None
+        self._over = False
 
     async def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
         """Begin the sample; its first request is the observation."""
         sample = self._task.sample(data, seed)
         self._evaluation = self._task.evaluation()
         self._sample = self._evaluation.add(self, sample)
-        kind, event = await self._events.get()
+        kind, event = await self._next_event()
         if kind != "asked":
             raise Failure("raised", "the solver ended the sample without a request to the model")
         messages, self._tools = event
@@ -222,7 +224,7 @@ class SampleEpisode:
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Give the message to the solver as its completion; the next request, or the end, is the observation."""
         self._answer(message)
-        kind, event = await self._events.get()
+        kind, event = await self._next_event()
         if kind == "asked":
             messages, tools = event
             return {
@@ -237,13 +239,13 @@ class SampleEpisode:
         """End the sample as a limit of Inspect's does, and return what its scorer says of what there is."""
         if message is not None and message != self._last and self._completion is not None:
             self._answer(message)
-            kind, event = await self._events.get()
+            kind, event = await self._next_event()
             if kind == "ended":
                 return dict(self._scored(event)["rewards"])
         limit = framework("inspect_ai.util").LimitExceededError("custom", value=1, limit=1, message="cut off")
         if self._completion is not None and not self._completion.done():
             self._completion.set_exception(limit)
-        _, event = await self._events.get()
+        _, event = await self._next_event()
         return dict(self._scored(event)["rewards"])
 
     async def close(self) -> None:
@@ -267,6 +269,13 @@ class SampleEpisode:
     def fail(self, why: str) -> None:
         """Note that there is no end to come."""
         self._events.put_nowait(("failed", why))
+
+    async def _next_event(self) -> tuple[str, Any]:
+        if self._over:
+            raise Failure("raised", "the sample is over")
+        kind, event = await self._events.get()
+        self._over = kind != "asked"
+        return kind, event
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         if self._completion is None or self._completion.done():
@@ -299,17 +308,24 @@ class SampleEpisode:
             raise Failure("raised", f"the sample failed: {sample.error.message}")
         if not sample.scores or self._task.scorer not in sample.scores:
             raise Failure("raised", f"the sample has no score of {self._task.scorer}")
-        number = framework("inspect_ai.scorer").value_to_float()
-        scores = {name: _number(score.value, number) for name, score in sample.scores.items()}
-        reward = scores.pop(self._task.scorer)
-        metrics = {name: value for name, value in scores.items() if isinstance(value, float)}
+        scores = dict(sample.scores)
+        reward = _number(scores.pop(self._task.scorer).value)
+        metrics = {}
+        for name, score in scores.items():
+            with contextlib.suppress(Failure):
+                metrics[name] = _number(score.value)
         return {"reward": reward, "rewards": {self._task.scorer: reward}, "metrics": metrics}
 
 
-def _number(value: Any, number: Any) -> Any:
-    if isinstance(value, Mapping):
-        raise Failure("raised", f"the score has the parts {', '.join(value)}: it must be one value")
-    return number(value)
+def _number(value: Any) -> float:
+    """Return a score as Inspect's number. Raises Failure where Inspect only warns and takes it as 0."""
+    number: float = framework("inspect_ai.scorer").value_to_float()(value)
+    is_number = framework("inspect_ai._util.text").is_finite_number
+    zeros = ("i", "n", "no", "false")
+    is_word = isinstance(value, str) and number == 0.0 and value.lower() not in zeros and not is_number(value)
+    if is_word or isinstance(value, (Mapping, list)):
+        raise Failure("raised", f"the score is {value!r}: it must be one number, or a word that Inspect has one for")
+    return number
 
 
 def _model_source(inspect: Any, evaluation: Evaluation) -> Any:

@@ -62,6 +62,8 @@ def _station(driver: str) -> Any:
 
 async def _serve(driver: str, fd: int) -> None:
     connection = socket.socket(fileno=fd)
+    # Programs of an environment, a model's among them, would answer requests in its place.
+    connection.set_inheritable(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_BYTES)
     station = _station(driver)
     writer.write(_encode_line({"ready": sys.version.split()[0]}))

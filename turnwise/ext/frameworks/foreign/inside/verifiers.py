@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .core import Failure, framework
 
@@ -183,9 +184,13 @@ class Environment:
             # The key is a placeholder: no variable of this name is set.
             client = vf.EvalClientConfig(base_url=url, api_key_var="TURNWISE_UNSET_KEY")
             try:
-                return await self._env.run_episode(
+                episode = await self._env.run_episode(
                     task, vf.ModelContext(model="policy", client=client), on_trace=minted
                 )
+                if not episode.ok and not await _all_answer(self._env):
+                    # A dead tool server would fail all later episodes: they begin with others.
+                    self._stop.set()
+                return episode
             finally:
                 for trace in play.traces:
                     self._playing.pop(trace.id, None)
@@ -381,6 +386,17 @@ class Play:
             "terminated": not truncated,
             "truncated": truncated,
         }
+
+
+async def _all_answer(env: Any) -> bool:
+    """Return whether the tool servers that all episodes share take connections."""
+    for url in (urlsplit(server.url) for server in env._shared_tools.values() if server.local):
+        try:
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+        except OSError:
+            return False
+        writer.close()
+    return True
 
 
 def _conversations() -> dict[str, list[dict[str, Any]]]:
