@@ -254,6 +254,18 @@ async def test_a_flood_of_output_is_kept_in_part_and_harms_nothing() -> None:
     await close_env(env)
 
 
+async def test_temporary_files_of_a_worker_end_with_it() -> None:
+    env = tiny(sys.executable, "litter")
+    await reset_env(env, None, seed=1)
+    await step_env(env, say("5"))
+    worker = env._worker
+    files = Path(worker._temporary.name)
+    assert len(list(files.iterdir())) == 1
+    await close_env(env)
+    await worker.close()
+    assert not files.exists()
+
+
 async def test_a_cancelled_step_still_ends_a_worker_that_hangs() -> None:
     env = tiny(sys.executable, "hang", timeout=0.5)
     await reset_env(env, None, seed=1)

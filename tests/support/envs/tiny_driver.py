@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 
 PACKAGE = "turnwise-tiny"
@@ -118,6 +119,9 @@ class Episode:
         for _ in range(200):
             print("x" * 100_000)
             print("y" * 100_000, file=sys.stderr)
+
+    def _litter(self):
+        os.close(tempfile.mkstemp()[0])
 
     def _memory(self):
         self.hog = bytearray(16 * 2**30)

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -100,6 +101,8 @@ class Worker:
         """Start the process. Raises EnvError."""
         ours, theirs = socket.socketpair()
         memory = [] if self._spec.memory is None else ["--memory", str(self._spec.memory)]
+        # It is killed in the end, and frameworks leave temporary files.
+        self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-worker-", ignore_cleanup_errors=True)
         # A pipe of our own: with one of asyncio's the end of a process is not seen while a child of it holds the pipe.
         output_read, output_write = os.pipe()
         with theirs:
@@ -111,12 +114,13 @@ class Worker:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     # Some environments draw by the order of sets: members of a group may be in several workers.
-                    env={"PYTHONHASHSEED": "0", **child_environment()},
+                    env={"PYTHONHASHSEED": "0", **child_environment(), "TMPDIR": self._temporary.name},
                     start_new_session=True,
                 )
             except OSError as error:
                 ours.close()
                 os.close(output_read)
+                self._temporary.cleanup()
                 raise EnvError(f"the interpreter {self._spec.python} cannot be started: {error}") from error
             finally:
                 os.close(output_write)
@@ -166,6 +170,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._temporary.cleanup)
 
     def _expect(self, number: int, what: str, seconds: float) -> asyncio.Future[dict[str, Any]]:
         loop = asyncio.get_running_loop()
