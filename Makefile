@@ -32,7 +32,7 @@ SLOWEST := --durations 40 --durations-min 8
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints train train-real test test-long lint docs bench clean
+.PHONY: help setup constraints train train-real results test test-long lint docs bench clean
 
 help:  ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ $(SMOLLM)/.turnwise-installed: $(STAMP)
 
 train-real: $(SMOLLM)/.turnwise-installed  ## Train a pretrained model, SmolLM2-135M, to use a tool (SEED=0)
 	$(BIN)/python examples/smollm2/main.py --packages $(SMOLLM) --seed $(SEED)
+
+results: $(STAMP)  ## Train the published results, three seeds each, and draw their curves (hours; resumes)
+	$(BIN)/python examples/published/run.py
+	$(BIN)/python examples/published/plot.py
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine
 	TURNWISE_TESTS_SHARE=$(SHARE) $(TESTING) tests --ignore tests/real --ignore tests/gpu -m "not long and not real and not gpu" \

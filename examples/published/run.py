@@ -1,0 +1,124 @@
+"""Runs the published results, seed by seed, and writes down what they reached.
+
+    python examples/published/run.py                       all of them: resumes where it was interrupted
+    python examples/published/run.py frozen_lake --seed 0  one result, one seed
+
+Runs are folders of ``runs/published``; one that is finished is not repeated. Of each result ``results.json`` is written
+beside its configuration: the curve of each run, its figures before and after, and its cost. ``plot.py`` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the trainings that a result compares.
+
+    Attributes:
+        name: In names of runs and in the legend.
+        options: For the result's ``main.py``.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A published result: its folder, and what is compared, from the warm start of the first arm."""
+
+    name: str
+    arms: tuple[Arm, ...]
+    title: str
+
+
+RESULTS = (
+    Result(
+        "search", (Arm("search"), Arm("without", ("--also", "without.yaml"))), "Search-R1's loop: held-out questions"
+    ),
+    Result(
+        "compaction",
+        (Arm("trained"), Arm("masked", ("--also", "masked.yaml"))),
+        "Summaries, trained and masked: trails",
+    ),
+    Result("frozen_lake", (Arm("gigpo"), Arm("grpo", ("--also", "grpo.yaml"))), "GiGPO and GRPO: FrozenLake"),
+)
+
+
+def run_arm(result: Result, arm: Arm, seed: int, runs: Path, smoke: bool) -> Path:
+    """Run one training unless it is finished; return its folder."""
+    name = f"{result.name}-{arm.name}-seed{seed}"
+    directory = runs / name
+    if (directory / "summary.json").exists():
+        return directory
+    command = [sys.executable, str(HERE / result.name / "main.py"), "--runs", str(runs), "--name", name]
+    command += ["--seed", str(seed), *arm.options, *(["--smoke"] if smoke else [])]
+    if arm is not result.arms[0]:
+        command += ["--warm", str(runs / f"{result.name}-{result.arms[0].name}-seed{seed}")]
+    print(f"== {name}", flush=True)
+    subprocess.run(command, check=True)
+    return directory
+
+
+def figures_of(directory: Path) -> dict[str, Any]:
+    """Return a run's curve of training rewards, its success before and after, and its cost."""
+    summary = json.loads((directory / "summary.json").read_text())
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    steps = {line["step"]: line for line in lines if line["kind"] == "train"}
+    success = {
+        f"{part} {kind}": round(summary[part][kind]["success"]["mean"], 3)
+        for part in ("before", "after")
+        for kind in ("sampled", "greedy")
+    }
+    reward = [round(steps[step]["reward/mean"], 3) for step in sorted(steps)]
+    return {"success": success, "reward": reward, "cpu_s": round(summary["cpu_s"])}
+
+
+def main() -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(result.name for result in RESULTS)}; by default all")
+    parser.add_argument("--seed", type=int, action="append", help="one seed; by default 0, 1 and 2")
+    parser.add_argument("--runs", type=Path, default=Path("runs/published"))
+    parser.add_argument("--smoke", action="store_true", help="next to no training, and no results.json")
+    arguments = parser.parse_args()
+    names = {result.name for result in RESULTS}
+    unknown = [name for name in arguments.names if name not in names]
+    if unknown:
+        parser.error(f"no such result: {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+    for result in RESULTS:
+        if arguments.names and result.name not in arguments.names:
+            continue
+        for seed in arguments.seed or SEEDS:
+            for arm in result.arms:
+                run_arm(result, arm, seed, arguments.runs, arguments.smoke)
+        if not arguments.smoke:
+            write_results(result, arguments.runs)
+    return 0
+
+
+def write_results(result: Result, runs: Path) -> None:
+    """Write the figures of all finished runs of a result beside its configuration."""
+    finished: dict[str, dict[str, Any]] = {}
+    for arm in result.arms:
+        for seed in SEEDS:
+            directory = runs / f"{result.name}-{arm.name}-seed{seed}"
+            if (directory / "summary.json").exists():
+                finished.setdefault(arm.name, {})[str(seed)] = figures_of(directory)
+    text = json.dumps({"title": result.title, "arms": finished}, indent=1)
+    (HERE / result.name / "results.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
