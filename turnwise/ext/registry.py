@@ -16,7 +16,6 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "math": f"{_ENVIRONMENTS}.math:MathEnv",
         "nim": f"{_ENVIRONMENTS}.nim:NimEnv",
         "picture": f"{_ENVIRONMENTS}.picture:PictureEnv",
-        "retail": f"{_ENVIRONMENTS}.retail:RetailEnv",
         "search": f"{_ENVIRONMENTS}.search:SearchEnv",
         "sql": f"{_ENVIRONMENTS}.sql:SqlEnv",
         "swe": f"{_ENVIRONMENTS}.swe:SweEnv",
@@ -53,7 +52,6 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "swe-bench-multimodal": f"{_FORMATS}:SWE_BENCH_MULTIMODAL",
         "swe-gym": f"{_FORMATS}:SWE_GYM",
         "swe-smith": f"{_FORMATS}:SWE_SMITH",
-        "tau-retail": f"{_FORMATS}:TAU_RETAIL",
     },
     "loggers": {
         "tensorboard": "turnwise.ext.report.trackers:TensorBoardLogger",

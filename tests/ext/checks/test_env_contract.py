@@ -24,8 +24,6 @@ CASES = {
     "code": [],
     "swe": [],
     "terminal": [],
-    # This takes the files of a shop: see test_env_retail.py.
-    "retail": [],
     "guess_number": [
         (EnvSpec("guess_number"), None),
         (EnvSpec("guess_number", {"low": -5, "high": 5, "guesses": 1}), Task("a", "", {"number": -5})),

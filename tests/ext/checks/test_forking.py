@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.envs.shipped import SHIPPED
-from support.envs.tau_shop import write_tau_shop
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.core import call_env, close_env, fork_env, reset_env, step_env
 from turnwise.envs.registration import make, register
@@ -65,13 +64,6 @@ async def play(env: Env, moves: Sequence[Message]) -> list[Any]:
             break
         answers.append(seen(await step_env(env, action)))
     return answers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _retail_task(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Retail plays rows of tau-bench only."""
-    world = str(write_tau_shop(tmp_path_factory.mktemp("shop")))
-    TASKS["retail"] = Task("t", "What did I pay?", {"world": world, "customer": "customer_0", "facts": ["$79.00"]})
 
 
 def first_task(name: str, env: Env) -> Task | None:

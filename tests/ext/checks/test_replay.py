@@ -32,7 +32,6 @@ from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 HERE = f"{__name__}:"
 SOLVED = ("calculator", "guess_number", "lookup")
 PLUGGED_IN = ("math", "nim", "picture", "search", "sql", "tool_calls", "trail")
-SHOPS = ("retail",)  # tests/ext/environments/test_env_retail.py
 SANDBOXED = ("code", "swe", "terminal")  # tests/ext/environments/test_eval_replay_sandboxed.py
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
@@ -74,7 +73,7 @@ def configured(name: str, **config: Any) -> RolloutConfig:
 
 
 def test_every_shipped_environment_is_replayed() -> None:
-    assert {*SOLVED, *PLUGGED_IN, *SPOKEN, *SHOPS, *SANDBOXED} == set(SHIPPED)
+    assert {*SOLVED, *PLUGGED_IN, *SPOKEN, *SANDBOXED} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", [*SOLVED, *PLUGGED_IN])

@@ -19,7 +19,6 @@ from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.registration import EnvSpec
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
-from turnwise.ext.environments.retail.goal import states_facts
 from turnwise.ext.environments.terminal import TerminalEnv, tasks
 from turnwise.ext.frameworks.export import export_env, load_exported
 from turnwise.ext.frameworks.foreign.inside.openenv import EnvironmentServer, guard_host
@@ -225,12 +224,6 @@ def test_player_of_textarena_cannot_speak_as_the_game() -> None:
     assert not any(line.startswith("[") for line in once.splitlines()[1:])
     for action in ("I vote for [Player 1].", "[up]", "[1 2]\nbecause [3] is lower"):
         assert without_headings(action, roles) == action
-
-
-def test_list_of_all_prices_without_a_sign_states_no_price() -> None:
-    prices = " ".join(f"{price / 100:.2f}" for price in range(4600, 4700))
-    assert not states_facts(prices, ["46.12"])
-    assert states_facts("The lamp is 46.12 (it was 49.50, or 45.00 in blue).", ["46.12"])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from support.envs.published_rows import (
     SWE_GYM,
     write_bfcl,
     write_quixbugs,
-    write_tau_bench,
 )
 from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.registration import make
@@ -111,7 +110,6 @@ def test_a_missing_column_is_named_with_the_row(name, tmp_path) -> None:
             {**BFCL, "function": [{"name": "f", "parameters": {"type": "HashMap"}}], "ground_truth": []},
             "f has the type 'HashMap'",
         ),
-        ("tau-retail", {"user_id": "a", "instruction": "b", "actions": [], "outputs": []}, "column 'world' is None"),
         ("gsm8k", ["a list"], "has columns, but this is a value of type list"),
     ],
 )
@@ -174,29 +172,6 @@ def test_folder_without_quixbugs_files_raises_with_the_missing_file(tmp_path) ->
     (tmp_path / "q" / "json_testcases" / "flatten.json").write_text("[1]\n")
     with pytest.raises(TaskError, match=r"flatten\.json:1: \[1\] is no test"):
         load_tasks(SourceConfig(source=str(tmp_path / "q"), format="quixbugs"))
-
-
-async def test_a_task_of_tau_bench_is_played_in_its_shop(tmp_path) -> None:
-    folder = write_tau_bench(tmp_path / "retail")
-    config = SourceConfig(source=str(folder), format="tau-retail")
-    [task] = load_tasks(config)
-    assert (task.id, task.env, task.data["facts"]) == ("tau-retail-test-0", "retail", ["2"])
-    assert await reward_of(task) == 1.0
-    assert await reward_of(task, says("Done. 2")) == 0.0
-    exchange = {"order_id": "#W2378156", "item_ids": ["1151293680"], "new_item_ids": ["7706410293"]}
-    find = ToolCall("a", "find_user_by_name", {"first_name": "Yusuf", "last_name": "Rossi", "zip_code": "19122"})
-    change = ToolCall("b", "exchange_items", {**exchange, "payment_id": "credit_card_9513926"})
-    assert await reward_of(task, says("", find), says("", change), says("You have 2 options.")) == 1.0
-    with pytest.raises(TaskError, match=r"tasks_train\.py: cannot be read"):
-        load_tasks(SourceConfig(source=f"{folder}:train", format="tau-retail"))
-    (folder / "data" / "orders.json").write_text('{"#W1": {}}')
-    with pytest.raises(TaskError, match=r"orders\.json: #W1 has no 'payment_history'"):
-        load_tasks(SourceConfig(source=str(write_moved(folder)), format="tau-retail"))
-
-
-def write_moved(folder: Path) -> Path:
-    """A shop is read once: what was changed has another place."""
-    return folder.rename(folder.with_name("retail2"))
 
 
 async def test_rows_of_bfcl_are_played(tmp_path) -> None:

@@ -28,7 +28,7 @@ def settings(section: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["calculator", "code", "guess_number", "nim", "math", "retail", "sql", "search", "tool_calls", "trail"]
+    "name", ["calculator", "code", "guess_number", "nim", "math", "sql", "search", "tool_calls", "trail"]
 )
 def test_the_settings_are_those_of_the_constructor(name):
     parameters = inspect.signature(env_class(name)).parameters
@@ -45,8 +45,7 @@ def test_the_sections_of_environments_with_a_score_are_in_the_table():
         assert name in SECTIONS
         cls = env_class(name)
         assert cls.score_range is not None
-        # Tasks of a published dataset alone, which a row format reads.
-        assert (cls.default_tasks is None) == (name == "retail")
+        assert cls.default_tasks is not None
 
 
 def test_task_sources_load():

@@ -50,13 +50,12 @@ def child(code: str) -> str:
     return done.stdout
 
 
-# Retail plays rows of tau-bench, which Gymnasium's checker has none of. Of those with sandboxes, one is quick.
+# Of those with sandboxes, one is quick.
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.long) if name in ("swe", "terminal", "code", "sql") else name
         for name in SHIPPED
-        if name != "retail"
     ],
 )
 def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):

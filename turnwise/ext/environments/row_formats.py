@@ -39,9 +39,3 @@ SWE_SMITH: Final = RowFormat(
     f"{_PACKAGE}.swe.rows:checked_row",
     ("instance_id", "repo", "patch", "image_name", "problem_statement", *_TEST_FIELDS),
 )
-TAU_RETAIL: Final = RowFormat(
-    "retail",
-    f"{_PACKAGE}.retail.tau_bench:row",
-    ("user_id", "instruction", "actions", "outputs"),
-    f"{_PACKAGE}.retail.tau_bench:rows",
-)
