@@ -55,23 +55,32 @@ class CheckpointNames:
         self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         self.parts: dict[str, tuple[str, ...]] = {}
         self.types: dict[str, TensorType] = {}
+        # Those that are only renamed, if at all.
+        self._unconverted: set[str] = set()
         for name, tensor in weights.items():
-            split = self.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            split = self.split(name, meta)
             if shared := self.types.keys() & split:
                 raise FormatError(
                     f"{type(model).__name__} has {name} and other parameters in the checkpoint's {min(shared)}: its "
                     "weights cannot be sent one after the other"
                 )
             self.parts[name] = tuple(split)
+            if [id(part) for part in split.values()] == [id(meta)]:
+                self._unconverted.add(name)
             self.types |= {part: (whole.dtype, tuple(whole.shape)) for part, whole in split.items()}
 
     def split(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the checkpoint's tensors of a parameter, as views of it where that is possible."""
+        if name in self._unconverted:
+            return dict.fromkeys(self.parts[name], tensor)
         split: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: tensor})
         return split
 
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a parameter from the tensors of a checkpoint; it is one of these where nothing is converted."""
+        if name in self._unconverted:
+            return tensors[self.parts[name][0]]
         converter = None
         for part in sorted(self.parts[name], key=dot_natural_key):
             _, pattern = rename_source_key(part, self._renamings, self._converters)

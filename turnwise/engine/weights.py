@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import mmap
 import os
 import re
 import tempfile
@@ -26,7 +27,9 @@ from turnwise.placement.devices import CPU
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"weights-(\d+)\.safetensors")
-_PIECE = 2**17
+_SPARE = "spare"
+"""Name of a file whose pages hold a version that is served no more."""
+_PIECE = 2**19
 """Elements that are rounded, written and added to a checksum at a time: they stay in a processor's cache."""
 _DTYPES = {
     torch.float64: "F64",
@@ -54,6 +57,11 @@ def weights_directory(name: str) -> Path:
     """Create a private directory for weights, in shared memory if available; the caller removes it."""
     parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix=f"turnwise-{name}-", dir=parent))
+
+
+def in_memory(directory: Path) -> bool:
+    """Return whether a directory is in shared memory."""
+    return directory.is_relative_to(_SHARED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,40 @@ def weight_stream(tensors: WeightTensors, version: int) -> WeightStream:
     return WeightStream(described, iter(stored.items()))
 
 
+class SharedPages:
+    """Pages of shared memory, to which the versions of the weights are written in turn.
+
+    To allocate, zero and map a page takes longer than to write it, so this process keeps those of two versions mapped.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, mmap.mmap] = {}
+
+    def __reduce__(self) -> tuple[type[SharedPages], tuple[()]]:
+        """Pickle it as one without pages: another process maps them anew."""
+        return SharedPages, ()
+
+    def map(self, descriptor: int, size: int) -> torch.Tensor:
+        """Give a file a size, and return its bytes, uint8 [size]. Raises OSError where memory has no room."""
+        inode = os.fstat(descriptor).st_ino
+        pages = self._mapped.pop(inode, None)
+        if pages is None or len(pages) != size:
+            os.ftruncate(descriptor, size)
+            # Whoever writes to a page for which there is no room is killed.
+            os.posix_fallocate(descriptor, 0, size)
+            pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._mapped = {**dict(list(self._mapped.items())[-1:]), inode: pages}
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def retire(self, file: Path) -> None:
+        """Have the next version written over one that is served no more."""
+        file.replace(file.with_name(_SPARE))
+
+    def forget(self) -> None:
+        """Unmap all."""
+        self._mapped.clear()
+
+
 def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     directory: str | Path,
@@ -95,6 +137,7 @@ def write_weights(
     keep: int = 2,
     adapter: AdapterInfo | None = None,
     previous: WeightManifest | None = None,
+    pages: SharedPages | None = None,
 ) -> WeightManifest:
     """Write a version of the weights and return its manifest.
 
@@ -109,6 +152,7 @@ def write_weights(
             removed.
         adapter: LoRA parameters, for adapter tensors.
         previous: Last manifest. For bit-identical weights no file is kept, and the manifest names that one.
+        pages: Those of the directory, which is in shared memory.
 
     Raises:
         FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
@@ -124,7 +168,11 @@ def write_weights(
     # First, so that there is room for the new one.
     _remove_versions(home, version - 1, keep - 1)
     with undo_on_error(lambda: partial.unlink(missing_ok=True)):
-        checksums = write_weight_file(partial, stream)
+        # A partial file of a failed write is not filled again: a reader may have it open.
+        partial.unlink(missing_ok=True)
+        if pages is not None and (spare := home / _SPARE).exists():
+            spare.rename(partial)
+        checksums = write_weight_file(partial, stream, pages)
     partial.rename(path)
     entries = tensor_entries(stream.described, checksums)
     manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
@@ -133,7 +181,7 @@ def write_weights(
     # The same bits in another file, by their checksums: that serves on, unless it is gone or was changed.
     with contextlib.suppress(FormatError):
         read_weights(previous)
-        path.unlink()
+        path.unlink() if pages is None else pages.retire(path)
         return replace(previous, version=version)
     return manifest
 
@@ -166,8 +214,11 @@ def _cpu_tensors(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> d
     return stored
 
 
-def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
-    """Write tensors in safetensors format, one after the other; return their checksums by name."""
+def write_weight_file(file: Path, stream: WeightStream, pages: SharedPages | None = None) -> dict[str, str]:
+    """Write tensors in safetensors format, one after the other; return their checksums by name.
+
+    ``pages`` are as for :func:`write_weights`. Without them the file must not exist, or is of no use to anyone.
+    """
     # Widest elements first: then each tensor is aligned, and none needs a gap before it, which the format forbids.
     order = sorted(stream.described, key=lambda name: -stream.described[name][0].itemsize)
     sizes = [stream.described[name][0].itemsize * math.prod(stream.described[name][1]) for name in order]
@@ -180,18 +231,25 @@ def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
     raw = orjson.dumps(head)
     raw += b" " * (-(8 + len(raw)) % 64)
     checksums = {}
-    # A partial file of a failed write is not filled again: a reader may have it open.
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+    with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as out:
+        mapped = None if pages is None else pages.map(out.fileno(), 8 + len(raw) + ends[-1])
         out.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in stream.tensors:
-            out.seek(8 + len(raw) + starts[name])
+            dtype, end = stream.described[name][0], 8 + len(raw) + starts[name]
+            out.seek(end)
             flat, digest = tensor.detach().to(CPU).reshape(-1), new_digest()
             for start in range(0, flat.numel(), _PIECE):
-                content = bytes_of(flat[start : start + _PIECE].to(stream.described[name][0]))
-                out.write(content.data)
+                piece = flat[start : start + _PIECE]
+                begin, end = end, end + piece.numel() * dtype.itemsize
+                if mapped is None:
+                    content = bytes_of(piece.to(dtype))
+                    out.write(content.data)
+                else:
+                    content = bytes_of(mapped[begin:end].view(dtype).copy_(piece))
                 add_bytes(digest, content)
             checksums[name] = digest.hexdigest()
+    # Pages that are written where they are mapped leave its time as it is.
+    os.utime(file)
     return checksums
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from turnwise.append_file import write_remedy
 from turnwise.chat.model_dir import model_settings
 from turnwise.engine.lora import model_under
-from turnwise.engine.weights import WeightSender, weights_directory, write_weights
+from turnwise.engine.weights import SharedPages, WeightSender, in_memory, weights_directory, write_weights
 from turnwise.errors import InferenceError, TrainError
 from turnwise.inference.engines import find_engine, served_dtype
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
@@ -82,6 +82,7 @@ def write_version(
     keep: int = 2,
     adapter: AdapterInfo | None = None,
     previous: WeightManifest | None = None,
+    pages: SharedPages | None = None,
 ) -> WeightManifest:
     """Write a version to a directory; see :func:`~turnwise.engine.weights.write_weights`.
 
@@ -89,7 +90,7 @@ def write_version(
         TrainError: The disk refuses.
     """
     try:
-        return write_weights(tensors, directory, version, keep=keep, adapter=adapter, previous=previous)
+        return write_weights(tensors, directory, version, keep=keep, adapter=adapter, previous=previous, pages=pages)
     except OSError as error:
         raise TrainError(
             f"weights of version {version} cannot be written to {directory}, which holds {keep} copies of them: "
@@ -116,7 +117,7 @@ _NAME = "weights-{pid}"
 class SharedMemoryTransport(WeightTransport):
     """Writes each version to a file in shared memory, which the built-in servers use as their weights.
 
-    A version is removed when all servers have loaded the next one.
+    When all servers have loaded a version, the pages of the one before are those of the next.
 
     Attributes:
         directory: Removed by :meth:`close`, or by the next transport on this machine if this process is killed.
@@ -128,6 +129,7 @@ class SharedMemoryTransport(WeightTransport):
         except OSError as error:
             raise TrainError(f"a directory for weights cannot be created: {error}") from error
         self._last: WeightManifest | None = None
+        self._pages = SharedPages() if in_memory(self.directory) else None
         remove_orphans(self.directory.parent, f"turnwise-{_NAME.format(pid='')}")
 
     async def publish(
@@ -135,23 +137,29 @@ class SharedMemoryTransport(WeightTransport):
     ) -> WeightManifest:
         """Write the weights and have every replica load them; see :meth:`WeightTransport.publish`."""
         writer = partial(write_version, directory=self.directory, version=version, adapter=adapter, previous=self._last)
+        if adapter is None:
+            writer = partial(writer, pages=self._pages)
         manifest = await asyncio.to_thread(send, writer)
         if not manifest.same_weights(self._last):
             self.sent_bytes += manifest.nbytes
         self._last = manifest
         await load_everywhere(manifest, replicas)
-        await asyncio.to_thread(self._remove_older, Path(manifest.path))
+        await asyncio.to_thread(self._retire_older, Path(manifest.path), manifest.adapter is None)
         return manifest
 
-    def _remove_older(self, current: Path) -> None:
-        for file in self.directory.iterdir():
-            if file != current:
+    def _retire_older(self, current: Path, full: bool) -> None:
+        for file in set(self.directory.iterdir()) - {current}:
+            if full and self._pages is not None:
+                self._pages.retire(file)
+            else:
                 file.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Remove the last version, whose pages are memory of this machine."""
         self._last = None
-        self._remove_older(self.directory)
+        self._retire_older(self.directory, full=False)
+        if self._pages is not None:
+            self._pages.forget()
 
     def close(self) -> None:
         """Remove the directory. Idempotent."""

@@ -76,17 +76,48 @@ async def test_every_replica_loads_identical_weights(
     assert not Path(manifest.path).exists()
 
 
-async def test_an_older_version_is_removed_when_all_have_loaded_the_next(
+async def test_pages_of_a_version_that_all_have_replaced_are_written_again(
     writer: SharedMemoryTransport, model_dir: Callable[..., Path]
 ) -> None:
     policy = load_model(model_dir("qwen3"))
-    for version in (1, 2):
+    served = ReadingReplica()
+    inodes, pages = [], []
+    for version in range(1, 6):
         with torch.no_grad():
             policy.model.model.norm.weight.add_(1.0)
-        manifest = await writer.publish(send_of(policy), [ReadingReplica()], version)
-        assert [str(file) for file in writer.directory.iterdir()] == [manifest.path]
-    writer.close()
-    assert not writer.directory.exists()
+        manifest = await writer.publish(send_of(policy), [served], version)
+        inodes.append(Path(manifest.path).stat().st_ino)
+        pages.append(served.loaded)
+        assert len(list(writer.directory.iterdir())) == min(version, 2)
+        # What is served does not change while the next version is written.
+        assert torch.equal(pages[-1]["model.norm.weight"], policy.model.model.norm.weight)
+    assert len(set(inodes)) == 2
+    assert inodes[0] == inodes[2] == inodes[4]
+    writer.forget()
+    assert list(writer.directory.iterdir()) == []
+
+
+async def test_pages_of_a_version_that_not_all_loaded_are_not_written(
+    writer: SharedMemoryTransport, model_dir: Callable[..., Path]
+) -> None:
+    policy = load_model(model_dir("qwen3"))
+    replicas = [ReadingReplica(), ReadingReplica()]
+
+    async def publish(version: int) -> None:
+        with torch.no_grad():
+            policy.model.model.norm.weight.add_(1.0)
+        await writer.publish(send_of(policy), replicas, version)
+
+    for version in (1, 2, 3):
+        await publish(version)
+    replicas[1].answer = 3
+    with pytest.raises(InferenceError):
+        await publish(4)
+    replicas[1].answer = None
+    served = [replica.loaded["model.norm.weight"] for replica in replicas]
+    expected = [tensor.clone() for tensor in served]
+    await publish(5)
+    assert all(map(torch.equal, served, expected))
 
 
 async def test_weights_that_did_not_change_are_named_and_not_written(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnwise.engine.accelerator import on_cpu
 from turnwise.engine.checkpoint_names import CheckpointNames, TensorType
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import FormatError, TrainError
@@ -77,5 +78,9 @@ class PolicyWeights:
 
     def read(self, dtype: torch.dtype | None = None) -> WeightStream:
         """Return (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
-        parts = (self.parts(parameter) for parameter in self)
+        # In main memory each is rounded piece by piece where it is written; of a fused one, parts are copied.
+        whole = {
+            name for name, tensor in self._tensors.items() if on_cpu(tensor.device) and len(self.names.parts[name]) == 1
+        }
+        parts = (self.parts(name, dtype=None if name in whole else dtype) for name in self)
         return WeightStream(self.types(dtype), (pair for part in parts for pair in part.items()))
