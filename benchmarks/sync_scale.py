@@ -1,7 +1,7 @@
 """A full weight update from the ranks of ``fsdp`` to two servers by the transport ``gloo``: driver and memory.
 
 A Qwen3 model of 1.0e9 random parameters (``--quick``: 0.1e9), in float32 on two ranks, is served in bfloat16 by two
-built-in servers.
+built-in servers, or with ``--vllm-python PATH`` by two of vLLM on CPUs.
 
 ``driver_cpu_s_per_gb`` are the CPU seconds of the process that runs the loop for a gigabyte (1e9 bytes) of weights. The
 ranks' and the servers' seconds are in ``cpu_s``. ``extra_mb`` is the largest growth of a process in an update: the peak
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -26,6 +27,8 @@ from harness.measure import machine, measured, parse, parser, report
 from turnwise.ext.transports.collective import GlooTransport
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.config import InferenceConfig
+from turnwise.inference.replica import ServerReplica
+from turnwise.inference.vllm import VLLMReplica
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import send_weights
@@ -46,10 +49,13 @@ SMALL = {**MODEL, "hidden_size": 512, "intermediate_size": 2048, "num_attention_
 
 
 def main() -> None:
-    arguments = parse(parser(__doc__ or "", repeats=3, quick_repeats=2))
+    made = parser(__doc__ or "", repeats=3, quick_repeats=2)
+    made.add_argument("--vllm-python", metavar="PATH")
+    arguments = parse(made)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="turnwise-bench-") as folder:
-        asyncio.run(run(Path(folder), SMALL if arguments.quick else MODEL, arguments.repeats))
+        settings = SMALL if arguments.quick else MODEL
+        asyncio.run(run(Path(folder), settings, arguments.repeats, arguments.vllm_python))
 
 
 def make_model(folder: Path, settings: dict[str, Any]) -> int:
@@ -86,20 +92,36 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-async def run(folder: Path, settings: dict[str, Any], repeats: int) -> None:
+def make_replicas(folder: Path, vllm_python: str | None) -> list[ServerReplica]:
+    """Return the servers, which are not launched yet."""
+    logs = [folder / f"server-{number}.log" for number in range(SERVERS)]
+    if vllm_python is None:
+        served = InferenceConfig(device="cpu", dtype="bfloat16", max_context=512, kv_tokens=1024)
+        return [
+            BuiltinReplica(folder / "model", served, log_file=log, number=number) for number, log in enumerate(logs)
+        ]
+    options = {"engine": "vllm", "dtype": "bfloat16", "max_context": 512, "kv_tokens": 2048}
+    config = InferenceConfig.model_validate({**options, "server": {"python": vllm_python}})
+    return [VLLMReplica(folder / "model", config, log_file=log, number=number) for number, log in enumerate(logs)]
+
+
+def model_process(pid: int) -> int:
+    """Return the process of a server that has the model: the largest one."""
+    process = psutil.Process(pid)
+    return max([process, *process.children(recursive=True)], key=lambda one: one.memory_info().rss).pid
+
+
+async def run(folder: Path, settings: dict[str, Any], repeats: int, vllm_python: str | None) -> None:
     """Measure and report."""
     parameters = make_model(folder / "model", settings)
     policy = PolicyConfig.model_validate({"model": {"path": folder / "model", "device": "cpu", "threads": RANKS}})
-    served = InferenceConfig(device="cpu", dtype="bfloat16", max_context=512, kv_tokens=1024)
-    replicas = [
-        BuiltinReplica(folder / "model", served, log_file=folder / f"server-{number}.log", number=number)
-        for number in range(SERVERS)
-    ]
+    replicas = make_replicas(folder, vllm_python)
     learner = FSDPLearner.create(policy, 1, ranks=RANKS)
     transport = GlooTransport()
     try:
         for replica in replicas:
             await replica.launch()
+            await replica.prepare_updates(())
         samples = [await update(learner, replicas, transport, number + 1) for number in range(repeats + 1)][1:]
     finally:
         transport.close()
@@ -117,17 +139,18 @@ async def run(folder: Path, settings: dict[str, Any], repeats: int) -> None:
             "wall_s": [one["wall_s"] for one in samples],
             "bytes": size,
             "parameters": parameters,
+            "engine": "vllm" if vllm_python else "builtin",
             "machine": machine("turnwise-rl", "torch", "transformers"),
         }
     )
 
 
 async def update(
-    learner: FSDPLearner, replicas: list[BuiltinReplica], transport: GlooTransport, version: int
+    learner: FSDPLearner, replicas: list[ServerReplica], transport: GlooTransport, version: int
 ) -> dict[str, Any]:
     """Send one version; return what it took."""
     pids = {f"rank {rank}": pid for rank, pid in enumerate(learner.processes.pids)}
-    pids |= {f"server {number}": replica.pid or 0 for number, replica in enumerate(replicas)}
+    pids |= {f"server {number}": model_process(replica.pid or 0) for number, replica in enumerate(replicas)}
     before = {name: reset_peak(pid) for name, pid in pids.items()}
     spent = {name: cpu_seconds(pid) for name, pid in pids.items()}
     send = partial(send_weights, learner, dtype=torch.bfloat16)

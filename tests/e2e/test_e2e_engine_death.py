@@ -147,6 +147,56 @@ async def test_with_retries_of_requests_no_episode_notices(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.ext)])
+async def test_updates_leave_out_a_server_that_starts_which_is_sent_the_last_one(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    config = train_config(lookup_model, tmp_path, inference={"replicas": 2}, **by(transport))
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        server, other = run.policy.fleet.replicas
+        model = run.policy.learner.policy.model
+        start, begin, sent, send = asyncio.Event(), server.restart, asyncio.Event(), run.policy.fleet.resend
+
+        async def resend(replica: Any) -> None:
+            await send(replica)
+            sent.set()
+
+        run.policy.fleet.resend = resend
+
+        async def restart() -> None:
+            await start.wait()
+            await begin()
+
+        monkeypatch.setattr(server, "restart", restart)
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                model.model.norm.weight.add_(0.1)
+            run.state.step = version
+            async with asyncio.timeout(60):
+                await run.sync_weights()
+            if version == 1:
+                await kill(server)
+        assert (run.policy.fleet.running, server.outdated) == ([other], True)
+        start.set()
+        async with asyncio.timeout(60):
+            await sent.wait()
+        reference = AutoModelForCausalLM.from_pretrained(lookup_model, dtype=torch.float32)
+        reference.load_state_dict(model.state_dict())
+        for replica in (server, other):
+            client = HTTPClient([replica.url])
+            info, completion = (
+                await client.model_info(),
+                await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id=""),
+            )
+            await client.close()
+            ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+            expected = torch.log_softmax(reference(ids).logits[0], -1)[len(PROMPT) - 1 : -1]
+            sampled = expected.gather(1, torch.tensor(completion.token_ids)[:, None].long())[:, 0]
+            assert info.weight_version == 3
+            assert torch.allclose(torch.tensor(completion.logprobs), sampled, atol=1e-4)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.ext)])
 async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_path: Path, transport: str) -> None:
     """Its requests go to the one that lives, while it is restarted."""

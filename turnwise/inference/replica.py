@@ -296,7 +296,11 @@ class ServerReplica(Replica):
             InferenceError: The server did not respond.
         """
         async with self._loading:
-            return await self._load(manifest)
+            version = await self._load(manifest)
+            if self.outdated:
+                self.outdated = False
+                await self.resume()
+            return version
 
     async def _load(self, manifest: WeightManifest) -> int:
         name = None if manifest.adapter is None else manifest.adapter.name
@@ -311,9 +315,6 @@ class ServerReplica(Replica):
             self._loaded[name] = manifest
         version = await self._set_version(manifest.version, name)
         self._manifests[name] = manifest
-        if self.outdated:
-            self.outdated = False
-            await self.resume()
         return version
 
     async def _set_version(self, version: int, adapter: str | None) -> int:
@@ -339,7 +340,8 @@ class ServerReplica(Replica):
     async def restart(self) -> None:
         """Restart the server with its last weights, on its old port if free; requests wait. Raises InferenceError.
 
-        It is ``outdated`` where these were sent to a group: nobody has them but the trainer.
+        It is ``outdated`` where these were sent to a group, as nobody has them but the trainer, and stays so where an
+        update left it out meanwhile.
         """
         async with self._loading:
             port, manifests = self._port, list(self._manifests.values())
@@ -358,10 +360,15 @@ class ServerReplica(Replica):
                 # What it had loaded comes with the next version, after it was woken.
                 await self._sleeping.repeat()
                 return
-            for manifest in manifests:
-                if manifest.group is None:
-                    await self._load(manifest)
-            self.outdated = any(manifest.group is not None for manifest in manifests)
+            try:
+                for manifest in manifests:
+                    if manifest.group is None:
+                        await self._load(manifest)
+            except InferenceError:
+                # An update that left this server out has removed the file.
+                if not self.outdated:
+                    raise
+            self.outdated |= any(manifest.group is not None for manifest in manifests)
             if manifests and not self.outdated:
                 await self.resume()
 

@@ -92,8 +92,9 @@ class ReplicaSet:
         self._down: set[Replica] = set()
         # The former URLs of restarted servers that get no requests yet.
         self._waiting: dict[Replica, str] = {}
-        self._whole = asyncio.Event()
-        self._whole.set()
+        # Set while all servers run, and while one does.
+        self._whole, self._some = asyncio.Event(), asyncio.Event()
+        self._note_running()
         # Set at the next death and then replaced, so that a waiter also sees a death that was recovered from at once.
         self._next_death = asyncio.Event()
 
@@ -143,15 +144,27 @@ class ReplicaSet:
         replica = next((candidate for candidate in self.replicas if candidate.url == url), self.replicas[0])
         return replica.served_names.get(adapter, ServedName(adapter))
 
-    async def recover(self, error: InferenceError) -> None:
-        """Wait until all servers run, after a request failed. Raises InferenceError if one exceeds ``max_restarts``."""
+    @property
+    def running(self) -> list[Replica]:
+        """The servers that are not being restarted."""
+        return [replica for replica in self.replicas if replica not in self._down]
+
+    def _note_running(self) -> None:
+        for event, complete in ((self._whole, not self._down), (self._some, bool(self.running))):
+            event.set() if complete else event.clear()
+
+    async def recover(self, error: InferenceError, *, partly: bool = False) -> None:
+        """Wait until all servers run, or one does, after a request failed.
+
+        Raises InferenceError if one exceeds ``max_restarts``.
+        """
         while True:
-            await self._whole.wait()
+            await (self._some if partly else self._whole).wait()
             if self._fatal is not None:
                 raise self._fatal
             death = self._next_death
-            silent = [replica for replica in self.replicas if not await replica.health()]
-            if self._down or death.is_set():
+            silent = [replica for replica in self.running if not await replica.health()]
+            if death.is_set() or (self._down and not partly):
                 continue
             if not silent:
                 return
@@ -161,15 +174,15 @@ class ReplicaSet:
             except TimeoutError:
                 raise InferenceError(f"{silent[0].url} is running but does not respond: {error}") from error
 
-    async def with_recovery(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Await a call that needs all servers; retry it after their recovery, as often as servers may die.
+    async def with_recovery(self, call: Callable[[], Awaitable[T]], *, partly: bool = False) -> T:
+        """Await a call that needs all servers, or ``partly`` those that run; retry it as often as servers may die.
 
         Raises RequestRefused, or InferenceError if a server exceeded ``max_restarts`` or the call failed too often.
         """
         attempts = max(1, self._config.max_restarts * len(self.replicas))
         while True:
             # One that starts takes part in nothing that all do together.
-            await self._whole.wait()
+            await (self._some if partly else self._whole).wait()
             try:
                 result = await call()
                 await self._admit_current()
@@ -177,18 +190,18 @@ class ReplicaSet:
             except RequestRefused:
                 raise
             except InferenceError as error:
-                await self.recover(error)
+                await self.recover(error, partly=partly)
                 if attempts == 0:
                     raise
                 attempts -= 1
 
     async def pause(self) -> None:
         """Finish all requests in flight with what they have, and pause sampling. Raises InferenceError."""
-        await asyncio.gather(*(replica.pause(abort=True) for replica in self.replicas))
+        await asyncio.gather(*(replica.pause(abort=True) for replica in self.running))
 
     async def resume(self) -> None:
         """Resume sampling on all servers. Raises InferenceError."""
-        await asyncio.gather(*(replica.resume() for replica in self.replicas))
+        await asyncio.gather(*(replica.resume() for replica in self.running))
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Have all servers give back their memory; see :class:`turnwise.model.core.SleepMode`."""
@@ -212,7 +225,7 @@ class ReplicaSet:
             "ejections": float(sum(count.ejections for count in counts)),
             "resumed_tokens": float(sum(count.resumed_tokens for count in counts)),
         }
-        for replica in self.replicas:
+        for replica in self.running:
             stats = await replica.stats()
             for name in COUNTERS:
                 if name in stats:
@@ -252,8 +265,7 @@ class ReplicaSet:
                 return
             finally:
                 self._down.discard(replica)
-                if not self._down:
-                    self._whole.set()
+                self._note_running()
             try:
                 if replica.outdated and self.resend is not None:
                     await self.resend(replica)
@@ -293,6 +305,8 @@ class ReplicaSet:
             except InferenceError as error:
                 failed = error
                 continue
+            # Updates that begin after it was admitted are sent to it.
+            self._down.discard(replica)
             for client in self._clients.values():
                 if replica.url != url:
                     client.replace_url(url, replica.url)
@@ -303,7 +317,7 @@ class ReplicaSet:
 
     def _note_death(self, replica: Replica) -> None:
         self._down.add(replica)
-        self._whole.clear()
+        self._note_running()
         for client in self._clients.values():
             client.eject(replica.url)
         noticed, self._next_death = self._next_death, asyncio.Event()

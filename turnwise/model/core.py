@@ -261,7 +261,7 @@ class Replica(ABC):
     group_ranks: int = 0
     """Processes of the server that receive weights in a group, once updates are prepared; 0 where it cannot."""
     outdated: bool = False
-    """Whether a restart could not bring back its last weights, which are in no file: it is paused until it has some."""
+    """Whether a restart does not bring back the last weights: they are in no file, or came meanwhile."""
     paused_s: float = 0.0
     """Seconds for which updates paused its requests so far."""
 

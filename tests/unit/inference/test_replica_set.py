@@ -28,6 +28,7 @@ class Server:
         self.url = url
         self.starts = 0
         self.failures = 0
+        self.starting: asyncio.Event | None = None
         self._died = asyncio.Event()
 
     async def launch(self) -> None:
@@ -38,6 +39,8 @@ class Server:
         return EngineDied(f"{self.url} died")
 
     async def restart(self) -> None:
+        if self.starting is not None:
+            await self.starting.wait()
         if self.failures:
             self.failures -= 1
             raise InferenceError(f"{self.url} does not start")
@@ -188,6 +191,29 @@ async def test_a_call_that_fails_without_a_death_is_not_tried_for_ever(error: In
         with pytest.raises(InferenceError, match=str(error)):
             await fleet.with_recovery(call)
         assert (len(tried), fleet.restarts) == (attempts, 0)
+
+
+async def test_a_call_of_those_that_run_does_not_wait_for_one_that_starts() -> None:
+    async with fleet_of(2) as (fleet, [server, other]):
+        server.starting = asyncio.Event()
+        call = Call([server], 1)
+        assert await fleet.with_recovery(call, partly=True) == "done"
+        assert (fleet.running, call.attempts) == ([other], 2)
+        complete = asyncio.create_task(fleet.with_recovery(call))
+        assert (await asyncio.wait([complete], timeout=0.05))[0] == set()
+        server.starting.set()
+        assert await complete == "done"
+        assert fleet.running == [server, other]
+
+
+async def test_a_call_of_those_that_run_waits_for_one() -> None:
+    async with fleet_of(1) as (fleet, [server]):
+        server.starting = asyncio.Event()
+        call = asyncio.create_task(fleet.with_recovery(Call([server], 1), partly=True))
+        assert (await asyncio.wait([call], timeout=0.05))[0] == set()
+        assert fleet.running == []
+        server.starting.set()
+        assert await call == "done"
 
 
 def test_a_negative_number_of_restarts_is_refused() -> None:

@@ -166,9 +166,15 @@ class TrainedPolicy(LoadedPolicy):
             await self.fleet.recover(error)
 
     async def publish_weights(self, version: int) -> None:
-        """Send the learner's weights to the servers as a version. Raises InferenceError."""
+        """Send the learner's weights as a version to the servers that run. Raises InferenceError.
+
+        One that is being restarted is sent them when it is back (:meth:`republish`).
+        """
         async with self.publishing:
-            await self._send_weights(version, self.fleet.replicas)
+            running = self.fleet.running
+            for replica in set(self.fleet.replicas).difference(running):
+                replica.outdated = True
+            await self._send_weights(version, running)
             self.published = version, self.learner.steps
 
     async def _send_weights(self, version: int, replicas: Sequence[Replica]) -> None:
@@ -285,7 +291,8 @@ async def sync_weights(
 ) -> dict[str, float]:
     """Send the weights of policies of the same servers to them as a version; return metrics of it.
 
-    A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``pause`` makes
+    A server that dies meanwhile is restarted and then updated: the others wait for it only where policies share them,
+    or where they sleep. Unchanged weights are only renumbered. ``pause`` makes
     servers abort running requests and pause meanwhile. ``transfer`` is entered while the weights are sent.
 
     Raises:
@@ -307,7 +314,8 @@ async def sync_weights(
 
     began, sent_before = time.monotonic(), sum(policy.transport.sent_bytes for policy in policies)
     paused_before = [replica.paused_s for replica in fleet.replicas]
-    await fleet.with_recovery(write)
+    partly = len(policies) == 1 and policies[0].config.layout != "colocated"
+    await fleet.with_recovery(write, partly=partly)
     seconds = time.monotonic() - began
     paused = [replica.paused_s - before for replica, before in zip(fleet.replicas, paused_before, strict=True)]
     sent = sum(policy.transport.sent_bytes for policy in policies) - sent_before
