@@ -297,6 +297,7 @@ PLUGIN_KINDS: Final = (
     "sandboxes",
     "row_formats",
     "loggers",
+    "inference_engines",
     "weight_transports",
     "payload_stores",
     "commands",

@@ -151,6 +151,7 @@ def test_policies_that_cannot_share_servers_are_refused(
         TrainConfig.model_validate(changed(config, policy, **changes))
 
 
+@pytest.mark.ext
 async def test_engine_that_serves_one_policy_is_refused_before_servers_start(
     lookup_model: Path, tmp_path: Path
 ) -> None:

@@ -295,9 +295,8 @@ def test_packages_without_torch_are_under_the_torch_contract(tree: Tree) -> None
     graph = grimp.build_graph("turnwise", include_external_packages=True, exclude_type_checking_imports=True)
     forbidden = {contract["type"]: contract for contract in tree.contracts}["forbidden"]["source_modules"]
     covered = {covering for module in forbidden for covering in (module, *graph.find_descendants(module))}
-    # Above the rooms without torch, or run by vLLM or SGLang in a process of its own.
-    elsewhere = ("turnwise.engine.vllm_side", "turnwise.engine.sglang_side")
-    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", *elsewhere)
+    # Above the rooms without torch, or run by vLLM in a process of its own.
+    above = ("turnwise.trainer", "turnwise.cli", "turnwise.__main__", "turnwise.engine.vllm_side")
     below = {module for module in graph.modules if module.startswith("turnwise.") and not module.startswith(above)}
     packages = {module for module in below if graph.find_children(module) or module.count(".") == 1}
     needing = graph.find_downstream_modules("torch")

@@ -1,4 +1,4 @@
-"""The commands that read what was recorded: ``view``, ``audit``, ``compare`` and ``rescore``."""
+"""The commands that read what was recorded: ``view``, ``audit``, ``compare`` and ``export``."""
 
 from __future__ import annotations
 
@@ -75,29 +75,50 @@ def compare(
         print_table(Console(), comparison_table(comparison, (str(before), str(after)), limit=number))
 
 
-def rescore(
-    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
-    scorer: Annotated[
-        str,
-        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
+def export(
+    source: Annotated[Path, typer.Argument(help="Run directory, checkpoint, or directory of a model or adapter.")],
+    target: Annotated[
+        Path, typer.Argument(help="Output file or directory; it must be missing (a model's may be empty).")
     ],
-    tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
+    to: Annotated[
+        Literal["model", "jsonl", "sft", "csv", "parquet", "hf"],
+        typer.Option("--to", help="A model, or the run's trajectories: conversations, a dataset, tables."),
+    ] = "model",
+    step: Annotated[
+        int | None, typer.Option("--step", help="Export the run's checkpoint of this step; by default the newest.")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Export the run's best checkpoint (checkpoint.best).")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapter, for peft.")] = False,
     partition: Annotated[
         Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
     ] = None,
-    success_reward: Annotated[
-        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
-    ] = 1.0,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="The policy to export, or the only one whose conversations are.")
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option("--min-reward", help="Only conversations with at least this reward.")
+    ] = None,
+    best_per_task: Annotated[
+        int | None, typer.Option("--best-per-task", min=1, help="Most conversations of a task, best first.")
+    ] = None,
 ) -> None:
-    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
-    from rich.console import Console
+    """Export a model in Hugging Face format, merging an adapter into its base model, or a run's trajectories."""
+    from turnwise.errors import ConfigError
 
-    from turnwise.evaluation.metrics import print_table, result_table
-    from turnwise.evaluation.rescore import RescoreSettings, run_rescore
+    models = {"--step": step is not None, "--best": best, "--adapter": adapter}
+    filters = (partition, policy, min_reward, best_per_task)
+    names = ("--partition", "--policy", "--min-reward", "--best-per-task")
+    runs = {name: value is not None for name, value in zip(names, filters, strict=True) if name != "--policy"}
+    if unfitting := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
+        reason = "a model has none" if to == "model" else "they choose a model: leave out --to"
+        raise ConfigError(f"--to is {to}, with {', '.join(unfitting)}: {reason}")
+    if to == "model":
+        from turnwise.trainer.run.export import export_model
 
-    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
-    print_table(Console(), result_table(result, f"{source} by {scorer}"))
-    typer.echo(f"written to {out}")
+        checkpoint = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
+        typer.echo(f"{target} (from {checkpoint})")
+        return
+    from turnwise.evaluation.export import Choice, export_run
+
+    count = export_run(source, target, to, Choice(partition, policy, min_reward, best_per_task))
+    typer.echo(f"{target}: {count} {'episodes' if to in ('csv', 'parquet') else 'conversations'} of {source}")

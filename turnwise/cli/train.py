@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from itertools import filterfalse
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -199,55 +199,6 @@ def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     from turnwise.trainer.offline.reward_model import run_reward_model
 
     run_reward_model(load_config(RewardModelConfig, config, overrides or ()))
-
-
-def export(
-    source: Annotated[Path, typer.Argument(help="Run directory, checkpoint, or directory of a model or adapter.")],
-    target: Annotated[
-        Path, typer.Argument(help="Output file or directory; it must be missing (a model's may be empty).")
-    ],
-    to: Annotated[
-        Literal["model", "jsonl", "sft", "csv", "parquet", "hf"],
-        typer.Option("--to", help="A model, or the run's trajectories: conversations, a dataset, tables."),
-    ] = "model",
-    step: Annotated[
-        int | None, typer.Option("--step", help="Export the run's checkpoint of this step; by default the newest.")
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Export the run's best checkpoint (checkpoint.best).")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapter, for peft.")] = False,
-    partition: Annotated[
-        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option("--policy", help="The policy to export, or the only one whose conversations are.")
-    ] = None,
-    min_reward: Annotated[
-        float | None, typer.Option("--min-reward", help="Only conversations with at least this reward.")
-    ] = None,
-    best_per_task: Annotated[
-        int | None, typer.Option("--best-per-task", min=1, help="Most conversations of a task, best first.")
-    ] = None,
-) -> None:
-    """Export a model in Hugging Face format, merging an adapter into its base model, or a run's trajectories."""
-    from turnwise.errors import ConfigError
-
-    models = {"--step": step is not None, "--best": best, "--adapter": adapter}
-    filters = (partition, policy, min_reward, best_per_task)
-    names = ("--partition", "--policy", "--min-reward", "--best-per-task")
-    runs = {name: value is not None for name, value in zip(names, filters, strict=True) if name != "--policy"}
-    if unfitting := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
-        reason = "a model has none" if to == "model" else "they choose a model: leave out --to"
-        raise ConfigError(f"--to is {to}, with {', '.join(unfitting)}: {reason}")
-    if to == "model":
-        from turnwise.trainer.run.export import export_model
-
-        checkpoint = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
-        typer.echo(f"{target} (from {checkpoint})")
-        return
-    from turnwise.evaluation.export import Choice, export_run
-
-    count = export_run(source, target, to, Choice(partition, policy, min_reward, best_per_task))
-    typer.echo(f"{target}: {count} {'episodes' if to in ('csv', 'parquet') else 'conversations'} of {source}")
 
 
 def make_model(

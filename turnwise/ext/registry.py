@@ -59,6 +59,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "trackio": "turnwise.ext.report.trackers:TrackioLogger",
         "mlflow": "turnwise.ext.report.trackers:MLflowLogger",
     },
+    "inference_engines": {"sglang": "turnwise.ext.engines.sglang:SGLangReplica"},
     "weight_transports": {
         "gloo": "turnwise.ext.transports.collective:GlooTransport",
         "ipc": "turnwise.ext.transports.collective:IPCTransport",
@@ -76,6 +77,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "mcp": "turnwise.ext.frameworks.commands:mcp",
         "replay": "turnwise.ext.checks.commands:replay",
         "report": "turnwise.ext.report.command:report",
+        "rescore": "turnwise.ext.checks.commands:rescore",
         "timeline": "turnwise.ext.report.timeline:timeline",
     },
 }

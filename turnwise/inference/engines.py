@@ -21,7 +21,7 @@ from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.guard.turnwise_guard import ALLOWED_HOSTS
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
-from turnwise.plugins import check_contract, load_object, registering
+from turnwise.plugins import check_contract, load_object, references, registering
 from turnwise.types import RouteShape
 
 R = TypeVar("R", bound=type[Replica])
@@ -29,12 +29,11 @@ R = TypeVar("R", bound=type[Replica])
 ENGINES: dict[str, type[Replica] | str] = {
     "builtin": "turnwise.inference.builtin:BuiltinReplica",
     "vllm": "turnwise.inference.vllm:VLLMReplica",
-    "sglang": "turnwise.inference.sglang:SGLangReplica",
+    **references("inference_engines"),
 }
 """Replicas by the name that ``inference.engine`` uses: classes, or references to them."""
 
 _log = logging.getLogger(__name__)
-_SHIPPED = tuple(ENGINES)
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _GPU = Path("/dev/nvidiactl")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -194,7 +193,7 @@ def option_arguments(options: Mapping[str, object]) -> list[str]:
 
 
 def engine_clashes(model: Path, config: InferenceConfig, reserved: Container[str]) -> list[str]:
-    """Return what cannot be together in the configuration of vLLM or SGLang, each naming key, value and remedy.
+    """Return what cannot be together in the configuration of an engine apart, each naming key, value and remedy.
 
     ``reserved`` are arguments of the engine that follow from another key or from training.
     """
@@ -222,7 +221,7 @@ def engine_clashes(model: Path, config: InferenceConfig, reserved: Container[str
 def engine_environment(
     config: ServeConfig, number: int, parent: Mapping[str, str], *paths: Path, without: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the environment of a server process of vLLM or SGLang.
+    """Return the environment of a server process of an engine with its own Python.
 
     Args:
         config: Server settings.
@@ -247,14 +246,15 @@ def engine_environment(
 
 async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
     """Check the configured engine, without starting a server; return what works, and badly. Raises ConfigError."""
-    if config.custom and config.engine in _SHIPPED:
+    engine = find_engine(config.engine)
+    if config.custom and engine.__module__.startswith("turnwise."):
         raise ConfigError(
             f"inference.custom is {config.custom!r}, which is for engines of others, and inference.engine is "
             f"{config.engine}: remove it"
         )
     if config.routed_experts:
         _check_routes(model, config)
-    warnings = await find_engine(config.engine).check(model, config)
+    warnings = await engine.check(model, config)
     on_cpu = config.device == CPU or not _GPU.exists()
     if on_cpu and not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
         warnings.append(
@@ -273,7 +273,7 @@ def _check_routes(model: Path, config: InferenceConfig) -> None:
             f"inference.routed_experts is true, but {model} ({settings.get('model_type')}) has no experts, or not the "
             "same number of them for each token: remove it"
         )
-    if config.engine == "sglang" or (config.engine == "vllm" and not config.urls):
+    if config.engine == "vllm" and not config.urls:
         # vLLM's need its second model runner, whose log-probabilities are not those that training needs.
         raise ConfigError(
             f"inference.routed_experts is true, but inference.engine is {config.engine}, whose servers report no "

@@ -17,7 +17,7 @@ from turnwise.envs.rewards import Rubric
 from turnwise.envs.rewards.registry import load_function
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
-from turnwise.evaluation.rescore import rescored
+from turnwise.ext.checks.rescore import rescored
 from turnwise.ext.frameworks.compat.verl_agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,

@@ -22,7 +22,6 @@ COMMANDS = (
     "sft",
     "demos",
     "eval",
-    "rescore",
     "compare",
     "export",
     "serve",
@@ -41,6 +40,7 @@ PLUGGED_IN = (
     "export-env",
     "init",
     "report",
+    "rescore",
     "timeline",
 )
 """Commands of ``turnwise.ext``."""

@@ -15,7 +15,7 @@ from turnwise.placement.devices import CPU, KINDS, number_of
 
 PACKAGE = Path(__file__).parents[3] / "turnwise"
 # Scripts that run in another engine's environment, control groups of sandboxes, and the two modules of devices.
-APART = ("engine/vllm_side", "engine/sglang_side", "sandboxes", "placement/devices.py", "engine/accelerator.py")
+APART = ("engine/vllm_side", "sandboxes", "placement/devices.py", "engine/accelerator.py")
 KIND = re.compile(rf"({'|'.join(KINDS)})(:\d+)?")
 # What a module that names one contains: most are not parsed.
 MENTION = re.compile(rf"[\"'](?:{KIND.pattern})[\"']|torch\.({'|'.join(KINDS)})\b")

@@ -21,7 +21,6 @@ from turnwise.errors import ConfigError
 from turnwise.evaluation import EvalConfig, EvalPlan, EvalResult, result_table
 from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
-from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.spending import Spending
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -165,6 +164,7 @@ async def test_a_budget_counts_all_ways(tmp_path: Path) -> None:
 
 @pytest.mark.ext
 async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None:
+    from turnwise.ext.checks.rescore import RescoreSettings, run_rescore
     from turnwise.ext.report.page import write_report
     from turnwise.ext.report.runs import RunFacts
     from turnwise.ext.report.trajectories import episodes_of, part_figures, read_rows

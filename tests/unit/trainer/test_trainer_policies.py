@@ -72,6 +72,7 @@ def test_inconsistent_policies_are_refused_with_a_remedy(changes: dict[str, Any]
         config(**changes)
 
 
+@pytest.mark.ext
 def test_servers_that_cannot_sleep_are_refused_by_a_layout_in_turn() -> None:
     check_layout(config(inference={"engine": "vllm"}, layout="colocated"), "solver")
     check_layout(config(inference={"engine": "sglang"}), "solver")

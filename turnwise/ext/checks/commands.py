@@ -1,10 +1,10 @@
-"""The commands ``turnwise check-env``, ``check-sandbox``, ``replay`` and ``bisect``."""
+"""The commands ``turnwise check-env``, ``check-sandbox``, ``replay``, ``bisect`` and ``rescore``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -288,3 +288,31 @@ def bisect(
         return
     Console().print(bisection.table())
     typer.echo(bisection.verdict())
+
+
+def rescore(
+    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
+    scorer: Annotated[
+        str,
+        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
+    ],
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
+    ] = None,
+    partition: Annotated[
+        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
+    ] = None,
+    success_reward: Annotated[
+        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
+    ] = 1.0,
+) -> None:
+    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
+    from rich.console import Console
+
+    from turnwise.evaluation.metrics import print_table, result_table
+    from turnwise.ext.checks.rescore import RescoreSettings, run_rescore
+
+    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
+    print_table(Console(), result_table(result, f"{source} by {scorer}"))
+    typer.echo(f"written to {out}")

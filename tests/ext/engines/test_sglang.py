@@ -25,15 +25,15 @@ from support.engine.sglang_server import Server, key_of, logprob_of, next_id
 from turnwise.engine.lora import merged
 from turnwise.engine.weights import write_weights
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
+from turnwise.ext.engines.sglang import PYTHON_VARIABLE, SGLangReplica, command_line, environment
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.engines import make_replica
 from turnwise.inference.guard.turnwise_guard import CONTROL_KEY
-from turnwise.inference.sglang import PYTHON_VARIABLE, SGLangReplica, command_line, environment
 from turnwise.model.core import AdapterInfo
 from turnwise.types import Completion, SamplingParams, TokenPrompt
 
-ENGINE = Path(__file__).parents[3] / "turnwise" / "engine"
+PACKAGE = Path(__file__).parents[3] / "turnwise"
 SERVER = Path(__file__).parents[2] / "support" / "engine" / "sglang_server.py"
 PROMPT = TokenPrompt(np.array([5, 6, 7], np.int32))
 KEY = "key"
@@ -53,9 +53,9 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The bridge's module, as SGLang's Python imports it."""
-    monkeypatch.syspath_prepend(str(ENGINE / "vllm_side"))
-    monkeypatch.syspath_prepend(str(ENGINE.parent / "inference" / "guard"))
-    file = ENGINE / "sglang_side" / "turnwise_sglang_serve.py"
+    monkeypatch.syspath_prepend(str(PACKAGE / "engine" / "vllm_side"))
+    monkeypatch.syspath_prepend(str(PACKAGE / "inference" / "guard"))
+    file = PACKAGE / "ext" / "engines" / "sglang_side" / "turnwise_sglang_serve.py"
     spec = importlib.util.spec_from_file_location("turnwise_sglang_serve", file)
     assert spec is not None
     assert spec.loader is not None
@@ -314,6 +314,7 @@ async def test_bad_settings_name_key_value_and_remedy(
         await SGLangReplica.check(model, InferenceConfig())
     cases: list[tuple[dict[str, Any], str]] = [
         ({"version": None}, r"has no SGLang \(its packages hold neither sglang\): install SGLang 0.5 there"),
+        ({"routed_experts": True}, "routed_experts is true, but inference.engine is sglang, whose servers report no"),
         ({"device": "cuda:1"}, "inference.device is cuda:1: name GPUs of SGLang servers in inference.server.gpus"),
         ({"kv_tokens": 32}, r"kv_tokens is 32, less than one sequence \(the context of .*: 64\): raise it"),
         ({"server": {"arguments": ["--port=1"]}}, r"--port=1.*or by training"),

@@ -1,6 +1,6 @@
 """Replica of an SGLang server, launched in SGLang's own Python environment behind a bridge that speaks vLLM's wire.
 
-Requests pass the guard of every server here (``inference/guard/``) in the bridge (``engine/sglang_side/``).
+Requests pass the guard of every server here (``inference/guard/``) in the bridge (``sglang_side/``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.engine import vllm_side
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, ServeConfig
@@ -26,8 +27,8 @@ from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEO
 from turnwise.model.core import WeightManifest
 from turnwise.placement.core import Inherited
 
-_ENGINE = Path(__file__).parents[1] / "engine"
-_SIDE = _ENGINE / "sglang_side"
+_SIDE = Path(__file__).parent / "sglang_side"
+_WEIGHTS_SIDE = Path(vllm_side.__file__).parent
 TESTED = "0.5"
 """The version of SGLang whose documentation this adapter follows."""
 PYTHON_VARIABLE = "TURNWISE_SGLANG_PYTHON"
@@ -80,7 +81,7 @@ def command_line(model: Path, name: str, config: ServeConfig, version: int) -> l
 def environment(config: ServeConfig, number: int, parent: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server process of replica ``number``; ``parent`` is that of its parent."""
     return {
-        **engine_environment(config, number, parent, _SIDE, _ENGINE / "vllm_side"),
+        **engine_environment(config, number, parent, _SIDE, _WEIGHTS_SIDE),
         # Log-probabilities of the logits divided by the temperature, which a policy gradient needs.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
     }
@@ -95,6 +96,11 @@ class SGLangReplica(ServerReplica):
     @classmethod
     async def check(cls, model: Path, config: InferenceConfig) -> list[str]:
         """Check interpreter, version and settings; see :meth:`turnwise.model.core.Replica.check`."""
+        if config.routed_experts:
+            raise ConfigError(
+                "inference.routed_experts is true, but inference.engine is sglang, whose servers report no experts: "
+                "set it to builtin, or remove routed_experts"
+            )
         if config.urls:
             return []
         python, _, version = await _ENVIRONMENT.find_package(config.server.python)

@@ -15,7 +15,7 @@ from rich.console import Console
 from turnwise.cli import main
 from turnwise.errors import ConfigError, EnvError, FormatError
 from turnwise.evaluation.comparison import compare, read_scores
-from turnwise.evaluation.rescore import RescoreSettings, run_rescore
+from turnwise.ext.checks.rescore import RescoreSettings, run_rescore
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import StopReason, as_ids
