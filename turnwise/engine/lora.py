@@ -39,6 +39,22 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     return matrix.to(base.dtype)
 
 
+def changed_product(change: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``change + rows @ weight.T + bias``, whose product is rounded once, with the change.
+
+    Added to a product that is rounded already, most of a change that is smaller than a rounding step would be lost.
+
+    Args:
+        change: Shape [..., T, out].
+        rows: Shape [..., T, in].
+        weight: Shape [out, in].
+        bias: Shape [out].
+    """
+    flat = torch.addmm(change.flatten(0, -2), rows.flatten(0, -2), weight.t())
+    output = flat.view(change.shape)
+    return output if bias is None else output + bias
+
+
 class BaseWeights:
     """Launch values of adapted matrices: the base of each version, so that rounding does not accumulate."""
 
@@ -164,7 +180,8 @@ class NamedAdapters:
             down, up = (tensors[f"{target}.{part}.weight"].to(base.device) for part in ("lora_A", "lora_B"))
             if target not in self._factors:
                 self._factors[target] = {}
-                self._model.get_submodule(target).register_forward_hook(partial(self._add, target))
+                layer: Any = self._model.get_submodule(target)
+                layer.forward = partial(self._compute, target, layer)
             self._factors[target][number] = (
                 down.to(base.dtype, copy=True),
                 (adapter.scale * up.float()).to(base.dtype),
@@ -203,23 +220,27 @@ class NamedAdapters:
                     "or give the policy its own server"
                 )
 
-    def _add(self, target: str, _: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Add the adapters of this step to the output [..., T, out] of a layer, whose input is [..., T, in]."""
-        rows = inputs[0]
-        for number, tokens in self._parts:
-            if (factors := self._factors[target].get(number)) is None:
-                continue
-            if rows.shape[-2] != self._tokens:
-                raise InferenceError(
-                    f"{target} computes {rows.shape[-2]} of the {self._tokens} tokens of a step: its adapters cannot "
-                    "share a server; serve each policy by its own"
-                )
-            down, up = factors
+    def _compute(self, target: str, layer: Any, rows: Tensor) -> Tensor:
+        """Return the output [..., T, out] of a layer with the adapters of this step, given its input [..., T, in]."""
+        factors = self._factors[target]
+        parts = [(tokens, factors[number]) for number, tokens in self._parts if number in factors]
+        plain: Callable[[Tensor], Tensor] = partial(type(layer).forward, layer)
+        if not parts:
+            return plain(rows)
+        if rows.shape[-2] != self._tokens:
+            raise InferenceError(
+                f"{target} computes {rows.shape[-2]} of the {self._tokens} tokens of a step: its adapters cannot "
+                "share a server; serve each policy by its own"
+            )
+        weight, bias = layer.weight, layer.bias
+        exact = weight.dtype == torch.float32
+        output = plain(rows) if exact else rows.new_zeros((*rows.shape[:-1], len(weight)))
+        for tokens, (down, up) in parts:
             if tokens is None:
                 output += linear(linear(rows, down), up)
             else:
                 output.index_add_(-2, tokens, linear(linear(rows.index_select(-2, tokens), down), up))
-        return output
+        return output if exact else changed_product(output, rows, weight, bias)
 
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from support.engine.tiny_lm import make_model, make_tokenizer, random_prompt, save_model
 from turnwise.engine.batching.batch_state import Generation, Output
@@ -321,3 +322,41 @@ def test_small_changes_are_held_in_full_by_name_and_mostly_rounded_away_when_mer
     number = named.load_named(tensors, info, 1)
     served_down, served_up = named.adapters._factors[target][number]
     assert 0.98 < share_of(served_up.float() @ served_down.float()) < 1.02
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside the model's own tokens"])
+def test_a_bfloat16_layer_shows_a_change_of_a_ten_thousandth_in_full(tmp_path: Path, beside: bool) -> None:
+    # Of a layer with a bias. What a change adds is far below a rounding step of what the layer returns.
+    target = "model.layers.1.self_attn.q_proj"
+    info = AdapterInfo(4, 8.0, (target,), "solver")
+    served = CausalLM(save_model(make_model("qwen2"), tmp_path / "base"), dtype="bfloat16")
+    tensors = factors(info, 0, "qwen2")
+    tensors[f"{target}.lora_B.weight"] *= 1e-4 / 5
+    zero = tensors | {f"{target}.lora_B.weight": torch.zeros_like(tensors[f"{target}.lora_B.weight"])}
+    rows = torch.randn((20_000, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    numbers = np.arange(len(rows)) % 3 if beside else np.ones(len(rows), int)
+    adapted = torch.from_numpy(numbers == 1)
+    outputs = []
+    for version, factors_of_version in enumerate((zero, tensors)):
+        assert served.load_named(factors_of_version, info, version) == 1
+        with torch.inference_mode(), served.adapters.applied(numbers % 2, served.device):
+            outputs.append(served._model.get_submodule(target)(rows).double())
+    assert torch.equal(outputs[0][~adapted], outputs[1][~adapted])
+    shown = (outputs[1] - outputs[0])[adapted]
+    down, up = (tensors[f"{target}.{part}.weight"].double() for part in ("lora_A", "lora_B"))
+    change = rows[adapted].double() @ down.T @ up.T * info.scale
+    assert 5e-5 < float(change.square().mean().sqrt()) < 2e-4
+    assert float((shown * change).sum() / change.square().sum()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_float32_layer_adds_the_change_to_its_output(directory: Path) -> None:
+    served, target = CausalLM(directory), SOLVER.targets[0]
+    tensors = factors(SOLVER, 1)
+    number, layer = served.load_named(tensors, SOLVER, 1), served._model.get_submodule(target)
+    rows = torch.randn((50, 64), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = layer(rows)
+        with served.adapters.applied(np.full(len(rows), number), served.device):
+            output = layer(rows)
+    down, up = (tensors[f"{target}.{part}.weight"] for part in ("lora_A", "lora_B"))
+    assert torch.equal(output, before + linear(linear(rows, down), SOLVER.scale * up))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,39 @@ def test_serving_dtype_is_that_of_the_model_under_the_adapter(base: Path, rows: 
     assert [serves_float32(directory, "auto") for directory in (base, half, tmp_path / "saved")] == [True, False, False]
     assert serves_float32(half, "float32")
     assert not serves_float32(base, "bfloat16")
+
+
+def test_adapted_layers_of_trainer_and_server_return_the_same_bfloat16_numbers(base: Path) -> None:
+    target = "model.layers.1.mlp.up_proj"
+    learner = learner_of(base, compute_dtype="bfloat16")
+    weights = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    draw = torch.Generator().manual_seed(0)
+    for name, tensor in learner.policy.lora.tensors():
+        if name.endswith("lora_B.weight"):
+            weights[name] = 1e-4 * torch.randn(tensor.shape, generator=draw)
+            tensor.copy_(weights[name])
+    # Exact in bfloat16, as are the factors of the server where the scale is a power of two.
+    server = CausalLM(base, dtype="bfloat16")
+    number = server.load_named(weights, replace(learner.adapter, name="main"), 1)
+    rows = torch.randn((3000, 64), generator=draw).bfloat16()
+    layer = learner.policy.model.get_submodule(target)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trained_output, bare_output = layer(rows), layer.base_layer(rows)
+    with torch.inference_mode(), server.adapters.applied(np.full(len(rows), number), server.device):
+        assert torch.equal(server._model.get_submodule(target)(rows), trained_output)
+    down, up = (weights[f"{target}.{part}.weight"].double() for part in ("lora_A", "lora_B"))
+    change = rows.double() @ down.T @ up.T * learner.adapter.scale
+    seen = trained_output.double() - bare_output.double()
+    assert float((seen * change).sum() / change.square().sum()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_layers_in_bfloat16_have_the_gradients_of_the_sum(base: Path) -> None:
+    layer = learner_of(base, compute_dtype="bfloat16").policy.model.get_submodule("model.layers.0.mlp.down_proj")
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    rows = torch.randn((20, 96), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    parameters = [rows, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients = torch.autograd.grad(layer(rows).float().square().sum(), parameters)
+    exact = torch.autograd.grad(layer(rows).square().sum(), parameters)
+    for gradient, expected in zip(gradients, exact, strict=True):
+        assert float((gradient - expected).norm() / expected.norm()) < 0.02

@@ -1,4 +1,4 @@
-"""What training needs of vLLM's workers: weights that are read from a file, and exact log-probabilities.
+"""What training needs of vLLM's workers: weights from a file, adapters in full, and exact log-probabilities.
 
 Log-probabilities are those of the logits divided by the temperature, before truncation. vLLM itself reports those of
 the raw logits (``raw_logprobs``: wrong unless the temperature is 1) or after min-p, top-k and top-p
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from turnwise_weight_file import find_problems, full_weights
 from turnwise_weight_group import joined
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -194,6 +197,40 @@ class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 WeightTransferEngineFactory.register_engine("turnwise", FileWeightTransferEngine)
+
+
+_add_rounded = BaseLinearLayerWithLoRA._apply_sync
+_pack_weights = UnquantizedLinearMethod.process_weights_after_loading
+
+
+def add_before_rounding(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output of a layer with adapters, whose product is rounded once, with what they add.
+
+    vLLM adds it to the rounded product, where most of a change is lost that is smaller than a rounding step. Layers in
+    float32, and quantized ones, are left to it.
+    """
+    weight = layer.base_layer.weight
+    plain = type(layer.base_layer.quant_method) is UnquantizedLinearMethod and weight.numel() > 0
+    if x.dtype == torch.float32 or not plain:
+        output: torch.Tensor = _add_rounded(layer, x, bias)
+        return output
+    rows = x.flatten(0, -2)
+    change = layer._apply_lora_to_output(rows, rows.new_zeros(rows.shape[0], weight.shape[0]))
+    output = torch.addmm(change, rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return output if bias is None else output + bias
+
+
+def keep_weights(method: UnquantizedLinearMethod, layer: Any) -> None:
+    """Prepare a loaded layer; where adapters change a rounded product keep its weight, which CPU kernels pack away."""
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.lora_config is not None and layer.weight.dtype != torch.float32:
+        layer._cpu_skip_gemm_dispatch = True
+    _pack_weights(method, layer)
+
+
+# Before the model is loaded, which imports this module: kernels are recorded and compiled then.
+BaseLinearLayerWithLoRA._apply_sync = add_before_rounding
+UnquantizedLinearMethod.process_weights_after_loading = keep_weights
 
 
 class RolloutWorker:

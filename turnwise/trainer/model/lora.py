@@ -22,6 +22,7 @@ from turnwise.engine.lora import (
     BASE_DIGESTS,
     PREFIX,
     base_digests,
+    changed_product,
     merged,
     read_factors,
     read_settings,
@@ -62,6 +63,8 @@ class LoRA:
         layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
         self._layers: dict[str, Any] = layers
         self.info = AdapterInfo(rank, alpha, tuple(layers))
+        for layer in layers.values():
+            layer.forward = partial(_compute, layer)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield both factors of each target, named as in :class:`AdapterInfo`; detached and not copied."""
@@ -307,6 +310,17 @@ def _peft() -> Any:
 
 def _note_call(called: set[str], name: str, *_: object) -> None:
     called.add(name)
+
+
+def _compute(layer: Any, rows: Tensor) -> Tensor:
+    """Return what peft's layer does; in fewer bits than float32 as servers do, rounded with the adapter's change."""
+    base = layer.base_layer
+    exact = base.weight.dtype == torch.float32 and not torch.is_autocast_enabled(rows.device.type)
+    if exact or layer.disable_adapters:
+        output: Tensor = type(layer).forward(layer, rows)
+        return output
+    change = layer.lora_B[_NAME](layer.lora_A[_NAME](rows)) * layer.scaling[_NAME]
+    return changed_product(change, rows, base.weight, base.bias)
 
 
 def _is_tuned(module: torch.nn.Module) -> bool:
