@@ -16,16 +16,13 @@ from support.envs.published_rows import (
     ONE_ROW,
     R2E_GYM,
     SWE_BENCH,
-    SWE_BENCH_MULTIMODAL,
     SWE_GYM,
     write_bfcl,
-    write_quixbugs,
 )
 from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.registration import make
 from turnwise.envs.solution import play_solution
 from turnwise.errors import TaskError
-from turnwise.ext.environments.code import problem_of
 from turnwise.ext.environments.swe.rows import instance_of
 from turnwise.ext.environments.tool_calls.matching import same_call
 from turnwise.tasks import SourceConfig, Task, load_tasks
@@ -96,7 +93,6 @@ def test_a_missing_column_is_named_with_the_row(name, tmp_path) -> None:
     [
         ("swe-bench", {**SWE_BENCH, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
         ("swe-bench", {**SWE_BENCH, "repo": "me/mine"}, "give the row image_name"),
-        ("swe-bench-multimodal", SWE_BENCH_MULTIMODAL, "no image_name and no test_command and no framework"),
         ("r2e-gym", {**R2E_GYM, "expected_output_json": "[]"}, "expected_output_json, an object"),
         ("nemotron-swe", {"responses_create_params": {"metadata": {}}}, "metadata.instance_dict' is None"),
         ("nemotron-swe", {"uuid": "a", "messages": [], "tools": []}, "'responses_create_params' is missing"),
@@ -133,13 +129,6 @@ def test_rows_of_swe_datasets_are_graded_as_theirs(tmp_path) -> None:
     assert instance_of(wrapped).image == R2E_GYM["docker_image"]
 
 
-def test_the_text_of_a_multimodal_row_with_an_image_and_a_command_is_a_task(tmp_path) -> None:
-    row = {**SWE_BENCH_MULTIMODAL, "image_name": "mine/chart:1", "test_command": "npx jest", "framework": "jest"}
-    [task] = load(tmp_path, "swe-bench-multimodal", row)
-    assert task.prompt == SWE_BENCH_MULTIMODAL["problem_statement"]
-    assert (instance_of(task).image, instance_of(task).command) == ("mine/chart:1", "npx jest")
-
-
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
 async def test_problems_of_mathematics_are_played(name, tmp_path) -> None:
     for record in ONE_ROW[name]:
@@ -148,30 +137,6 @@ async def test_problems_of_mathematics_are_played(name, tmp_path) -> None:
         assert await reward_of(task, says("\\boxed{11}")) == 0.0
     right = "#### 10" if name == "gsm8k" else "\\boxed{0.75}"
     assert await reward_of(task, says(right)) == 1.0
-
-
-def test_programs_of_quixbugs_are_problems_with_hidden_tests(tmp_path) -> None:
-    folder = write_quixbugs(tmp_path / "QuixBugs")
-    flatten, gcd = load_tasks(SourceConfig(source=str(folder), format="quixbugs"))
-    assert (flatten.id, gcd.id, gcd.env) == ("flatten", "gcd", "code")
-    assert "return gcd(a % b, b)" in str(gcd.prompt)
-    assert "13" not in str(gcd.prompt)
-    problem = problem_of(gcd.data)
-    assert problem.asserts.hidden == len(problem.asserts.tests) == 3
-    assert "return gcd(b, a % b)" in str(problem.reference)
-
-
-def test_folder_without_quixbugs_files_raises_with_the_missing_file(tmp_path) -> None:
-    source = SourceConfig(source=str(tmp_path), format="quixbugs")
-    with pytest.raises(TaskError, match="there is no folder 'python_programs'"):
-        load_tasks(source)
-    write_quixbugs(tmp_path / "q")
-    (tmp_path / "q" / "correct_python_programs" / "gcd.py").unlink()
-    with pytest.raises(TaskError, match=r"gcd\.py: there is no such file, the correction"):
-        load_tasks(SourceConfig(source=str(tmp_path / "q"), format="quixbugs"))
-    (tmp_path / "q" / "json_testcases" / "flatten.json").write_text("[1]\n")
-    with pytest.raises(TaskError, match=r"flatten\.json:1: \[1\] is no test"):
-        load_tasks(SourceConfig(source=str(tmp_path / "q"), format="quixbugs"))
 
 
 async def test_rows_of_bfcl_are_played(tmp_path) -> None:

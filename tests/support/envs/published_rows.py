@@ -3,14 +3,13 @@
 Where the schemas are published:
 
 - SWE-bench, Lite, Verified: the cards of princeton-nlp/SWE-bench and SWE-bench_Verified (``difficulty`` is Verified's);
-  the lists of tests are texts of JSON. Multimodal: the same with ``image_assets``, and without a command or an image.
+  the lists of tests are texts of JSON.
 - SWE-Gym: the card of SWE-Gym/SWE-Gym: the columns of SWE-bench, lists of tests are lists.
 - SWE-smith: the card of SWE-bench/SWE-smith-cpp and SWE-smith-py.
 - R2E-Gym: the card of R2E-Gym/R2E-Gym-Subset (as in PrimeIntellect/R2E-Gym-Subset-Validated).
 - Nemotron SWE: NVIDIA-NeMo/Gym, ``responses_api_agents/swe_agents``: its app reads ``metadata`` of the row.
 - HumanEval: openai/openai_humaneval. MBPP: the cards of google-research-datasets/mbpp, full and sanitized.
 - LiveCodeBench: ``dataset_info.json`` of livecodebench/code_generation_lite.
-- QuixBugs: the files of github.com/jkoppel/QuixBugs.
 - GSM8K: openai/gsm8k. MATH: the cards of hendrycks/competition_math and HuggingFaceH4/MATH-500.
 - BFCL: ``bfcl_eval/data`` of github.com/ShishirPatil/gorilla and its README.
 """
@@ -36,15 +35,6 @@ SWE_BENCH: dict[str, Any] = {
     "environment_setup_commit": "4346498c85848c53843b810537b83a8f6124c9d3",
 }
 SWE_BENCH_VERIFIED = {**SWE_BENCH, "difficulty": "<15 min fix"}
-SWE_BENCH_MULTIMODAL = {
-    **{key: value for key, value in SWE_BENCH.items() if key != "environment_setup_commit"},
-    "repo": "chartjs/Chart.js",
-    "instance_id": "chartjs__Chart.js-10301",
-    "problem_statement": "The tooltip is cut off\n\n![picture](https://example.com/tooltip.png)",
-    "FAIL_TO_PASS": '["Core.Tooltip tooltip is whole"]',
-    "PASS_TO_PASS": "[]",
-    "image_assets": '{"problem_statement": ["https://example.com/tooltip.png"]}',
-}
 SWE_GYM = {
     **{key: value for key, value in SWE_BENCH.items() if key != "environment_setup_commit"},
     "repo": "getmoto/moto",
@@ -186,34 +176,6 @@ ONE_ROW: dict[str, list[dict[str, Any]]] = {
     "math": [MATH, MATH_500],
 }
 """The rows of tables, by format."""
-
-_PROGRAM = "def gcd(a, b):\n    if b == 0:\n        return a\n    else:\n        return gcd({})\n"
-_FLATTEN = """\
-def flatten(arr):
-    for x in arr:
-        if isinstance(x, list):
-            for y in flatten(x):
-                yield y
-        else:
-            yield {}
-"""
-
-
-def write_quixbugs(folder: Path) -> Path:
-    """Write three programs, of which one returns a generator, and one is tested by code."""
-    for kind, step, leaf in (
-        ("python_programs", "a % b, b", "flatten(x)"),
-        ("correct_python_programs", "b, a % b", "x"),
-    ):
-        (folder / kind).mkdir(parents=True)
-        (folder / kind / "gcd.py").write_text(_PROGRAM.format(step))
-        (folder / kind / "flatten.py").write_text(_FLATTEN.format(leaf))
-        (folder / kind / "detect_cycle.py").write_text("def detect_cycle(node):\n    return False\n")
-    (folder / "python_programs" / "detect_cycle_test.py").write_text("")
-    (folder / "json_testcases").mkdir()
-    (folder / "json_testcases" / "gcd.json").write_text("[[13, 13], 13]\n[[37, 600], 1]\n[[20, 100], 20]\n")
-    (folder / "json_testcases" / "flatten.json").write_text("[[[[1, [], [2, 3]], [[4]], 5]], [1, 2, 3, 4, 5]]\n")
-    return folder
 
 
 def write_bfcl(folder: Path) -> Path:

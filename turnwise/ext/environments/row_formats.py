@@ -23,16 +23,12 @@ LIVECODEBENCH: Final = RowFormat(
 MATH: Final = RowFormat("math", f"{_PACKAGE}.math.env:competition_row", ("problem", "solution"))
 MBPP: Final = RowFormat("code", f"{_PACKAGE}.code:row", ("task_id", "text|prompt", "code", "test_list"))
 NEMOTRON_SWE: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:nemo_gym_row", ("responses_create_params",))
-QUIXBUGS: Final = RowFormat("code", f"{_PACKAGE}.code:row", files=f"{_PACKAGE}.code.quixbugs:rows")
 R2E_GYM: Final = RowFormat(
     "swe",
     f"{_PACKAGE}.swe.rows:checked_row",
     ("repo_name", "docker_image", "commit_hash", "problem_statement", "expected_output_json"),
 )
 SWE_BENCH: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
-SWE_BENCH_MULTIMODAL: Final = RowFormat(
-    "swe", f"{_PACKAGE}.swe.rows:multimodal_row", (*_SWE_FIELDS, *_TEST_FIELDS, "image_assets")
-)
 SWE_GYM: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
 SWE_SMITH: Final = RowFormat(
     "swe",

@@ -151,19 +151,6 @@ def checked_row(record: Mapping[str, Any]) -> Task:
     return task
 
 
-def multimodal_row(record: Mapping[str, Any]) -> Task:
-    """Return the task of a row of SWE-bench Multimodal: the text of its issue, without the pictures."""
-    needed = (("image_name", "docker_image"), ("test_command", "test_cmd"), ("framework", "test_framework"))
-    missing = [names[0] for names in needed if not any(record.get(name) for name in names)]
-    if missing:
-        raise TaskError(
-            f"SWE-bench Multimodal publishes no {' and no '.join(missing)}, by which its JavaScript repositories are "
-            "graded: add such columns to its rows (an image with the repository in /testbed, the command that runs "
-            f"its tests, and one of {', '.join(PARSERS)})"
-        )
-    return checked_row(record)
-
-
 def nemo_gym_row(record: Mapping[str, Any]) -> Task:
     """Return the task of a row of NVIDIA's SWE datasets for NeMo Gym.
 
