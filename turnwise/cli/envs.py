@@ -115,11 +115,13 @@ def _print_info(info: EnvInfo, source: str | None, console: Console) -> None:
 
     from turnwise.envs.catalogue import MOST_TASKS, count_tasks
 
-    console.print(Text.assemble((info.name, "bold"), "  ", (info.reference, "dim")), soft_wrap=True)
+    # The module of a file has a name that nobody wrote.
+    reference = "" if info.name.partition(":")[0].endswith(".py") else info.reference
+    console.print(Text.assemble((info.name, "bold"), "  ", (reference, "dim")), soft_wrap=True)
     console.print(Text(info.summary))
     console.print(Text(f"configuration: {info.config or 'none'}", style="dim"), soft_wrap=True)
     if source is None:
-        console.print(Text("tasks: no default ones; give --tasks, or it needs none", style="dim"))
+        console.print(Text("tasks: none of its own: give --tasks, or episodes are drawn by their seeds", style="dim"))
         return
     number = count_tasks(source)
     count = f"{MOST_TASKS} or more" if number == MOST_TASKS else str(number)

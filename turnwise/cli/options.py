@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Configuration overrides, such as optim.lr=1e-4.", show_default=False
-    ),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Configuration overrides, as section.key=value.", show_default=False),
 ]
 
 EnvReference = Annotated[

@@ -127,7 +127,7 @@ def read_scores(folder: Path, *, metric: str = "success", part: str | None = Non
     file = folder / _FILE
     if not file.is_file():
         raise FormatError(
-            f"no such file: {file}: give the directory of an evaluation (turnwise eval -o DIR writes one)"
+            f"no such file: {file}: give the directory of an evaluation that ended (turnwise eval -o DIR writes one)"
         )
     parts: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number, line in enumerate(file.read_bytes().splitlines(), 1):

@@ -433,6 +433,10 @@ def print_table(console: Console, table: Table) -> None:
     width = console.width
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(width, 1000)
+    title, table.title = table.title, None
+    if title is not None:
+        # A table breaks its title at its own width.
+        console.print(title, style=table.title_style, soft_wrap=True)
     console.print(table)
     console.width = width
 

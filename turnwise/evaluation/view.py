@@ -58,6 +58,8 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
         matching = [entry for entry in file.entries if selection.holds(entry)]
         if not matching:
             criteria = f" with {selection}" if str(selection) else ""
+            if not file.entries:
+                raise FormatError(f"{path} holds no trajectory: no episode has ended")
             raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{criteria}")
         newest = matching[max(0, len(matching) - selection.number) :]
         for entry in newest:

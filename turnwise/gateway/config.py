@@ -59,7 +59,9 @@ class HostedConfig(BaseModel):
             return ""
         key = os.environ.get(self.key_env, "").strip()
         if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            state = "is not set" if not key else "holds no key (printable characters without spaces)"
+            state = "is not set: export it with the key of the endpoint"
+            if key:
+                state = f"holds no key: one has at least {_LEAST_KEY} printable characters and no spaces"
             raise ConfigError(f"hosted.key_env is {self.key_env!r}, but that environment variable {state}")
         return key
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.envs.swe_episodes import any_manager
-from support.envs.terminal_attacks import TERMINAL_ATTACKS
+from support.envs.terminal_servers import SERVER_ATTACKS, server_rewards
 from turnwise.envs.core import close_env, reset_env, run_method, score_env, step_env
 from turnwise.envs.registration import make
 from turnwise.envs.results import Remark
@@ -219,44 +219,14 @@ async def test_tests_run_beside_processes_only_where_the_solution_leaves_what_th
         await close_env(env)
 
 
-SERVER = {
-    **NUMBER,
-    "instruction_dot_md": "Serve 1234 at /number of port 8321, and go on.\n",
-    "tests__test_n_dot_py": """
-from urllib.request import urlopen
-def test_n():
-    with urlopen("http://127.0.0.1:8321/number", timeout=20) as answer:
-        number = answer.read().decode().strip()
-    assert number == "1234"
-""",
-    "solution__solve_dot_sh": """
-echo 1234 > number
-setsid python3 -m http.server 8321 --bind 127.0.0.1 > /dev/null 2>&1 < /dev/null &
-until (exec 3<> /dev/tcp/127.0.0.1/8321) 2> /dev/null; do sleep 0.05; done
-""",
-}
-
-
 @pytest.mark.long
 async def test_tests_of_a_server_reach_it_from_copies_which_its_processes_cannot_reach(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    [row] = tasks(written(tmp_path / "server", **SERVER))
-    solution = SERVER["solution__solve_dot_sh"]
     async with any_manager() as manager:
         if not (await manager.probe()).network:
             pytest.skip("sandboxes here share the loopback of the machine")
-        env = TerminalEnv()
-        env.sandboxes = manager
-        assert await run_method(env, env.check_task, row) == []
-        assert (cached_tests(env.folder).served, len(cached_tests(env.folder).altered)) == (True, 1)
-        forging = TERMINAL_ATTACKS["a process turns reward.txt into a folder and writes reward.json"]
-        for command, score in ((solution, 1.0), (solution.replace("1234", "4321"), 0.0), (forging, 0.0)):
-            await reset_env(env, row)
-            await env.sandbox.exec(command)
-            if command == forging:
-                await env.sandbox.exec(solution.replace("1234", "4321"))
-            assert await score_env(env, None) == {"score": score}
-        await close_env(env)
+        rewards = await server_rewards(manager, tmp_path / "server")
+    assert rewards == {"the solution": 1.0, **dict.fromkeys(SERVER_ATTACKS, 0.0)}
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -87,6 +87,8 @@ def test_environment_is_shown_with_its_first_observation(env_file: str) -> None:
     ):  # fmt: skip
         assert line in text, line
     assert "More is said here" not in text
+    # Its module has a name that nobody wrote.
+    assert "turnwise_file" not in text
 
 
 @pytest.mark.ext

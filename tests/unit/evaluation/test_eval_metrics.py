@@ -294,7 +294,9 @@ def test_a_table_in_a_file_is_as_wide_as_its_longest_row(monkeypatch: pytest.Mon
     source = f"a-source-{'of-many-words-' * 9}"
     rows = [TrajectoryGroup("g", "a", [trajectory("a", 0, 0.25)], source=source)]
     console = Console(file=io.StringIO())
-    print_table(console, result_table(EvalResult(summarize(rows), None, 1.0)))
+    title = f"env.py:Shop: {'model-of-a-long-name/' * 9}"
+    print_table(console, result_table(EvalResult(summarize(rows), None, 1.0), title))
+    assert console.file.getvalue().startswith(f"{title}\n")
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     # Beside each success stands the reward, which graded tasks are judged by.
     assert ["success", "0.000"] in lines

@@ -124,6 +124,9 @@ def test_empty_selection_raises_with_its_criteria(run: Path, tmp_path: Path) -> 
         shown(run, Selection(task="nope"))
     with pytest.raises(FormatError, match=r"no such file: .*nowhere"):
         shown(tmp_path / "nowhere", Selection())
+    TrajectoryWriter(tmp_path / "none.twz").close()
+    with pytest.raises(FormatError, match=r"none\.twz holds no trajectory: no episode has ended$"):
+        shown(tmp_path / "none.twz", Selection())
     (run / "trajectories.twz").write_bytes(b"{}\n")
     with pytest.raises(FormatError, match=r"trajectories.twz is no file of trajectories: it begins with b'{}"):
         shown(run, Selection())

@@ -816,7 +816,8 @@ def test_a_configuration_that_cannot_work_is_refused(tmp_path: Path, monkeypatch
         monkeypatch.delenv("SOME_KEY", raising=False)
         if value is not None:
             monkeypatch.setenv("SOME_KEY", value)
-        with pytest.raises(ConfigError, match="SOME_KEY") as caught:
+        problem = "holds no key: one has at least 8 printable characters" if value else "is not set: export it"
+        with pytest.raises(ConfigError, match=f"'SOME_KEY', but that environment variable {problem}") as caught:
             HostedConfig(key_env="SOME_KEY").key()
         assert not value or value not in str(caught.value)
     config = GatewayConfig(url="https://a.test", hosted=hosted, out=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
@@ -12,11 +13,12 @@ from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 _MOST_PORTS: Final = 32
 _MOST_CONNECTIONS: Final = 32
+_SECONDS_OF_TRIES: Final = (2.0, 4.0)
 _CHUNK: Final = 65_536
-_LISTENING: Final = "0A"
-"""How the kernel's tables of TCP sockets write that one listens."""
-# A command in the background reads nothing from descriptor 0.
-_CONNECT: Final = 'exec 4<&0 3<>"/dev/tcp/127.0.0.1/$1" || exit; cat <&4 >&3 & cat <&3; kill $!'
+_LISTENING: Final = re.compile(r"^ *\d+: [0-9A-F]+:([0-9A-F]{4}) \S+ 0A ", re.MULTILINE)
+"""Rows of the kernel's tables of TCP sockets that listen, with their ports; an agent may have forged others."""
+# A command in the background reads nothing from descriptor 0; on Docker a command's errors are part of its output.
+_CONNECT: Final = 'exec 2>/dev/null 4<&0 3<>"/dev/tcp/127.0.0.1/$1" || exit; cat <&4 >&3 & cat <&3; kill $!'
 
 
 @contextlib.asynccontextmanager
@@ -45,8 +47,7 @@ async def shared_services(origin: Sandbox, copy: Sandbox) -> AsyncIterator[None]
 
 async def _listening_ports(sandbox: Sandbox) -> list[int]:
     tables = await sandbox.exec(["sh", "-c", "cat /proc/net/tcp /proc/net/tcp6 2>/dev/null"])
-    rows = [line.split() for line in tables.stdout.decode("ascii", "replace").splitlines()]
-    ports = {int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == _LISTENING}
+    ports = {int(port, 16) for port in _LISTENING.findall(tables.stdout.decode("ascii", "replace"))}
     return sorted(ports)[:_MOST_PORTS]
 
 
@@ -74,11 +75,20 @@ class _Connections:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
+    async def _connect(self, port: int) -> SandboxProcess:
+        """Start the command of a connection: again where it is late, as Docker may hold its first output back."""
+        command = ["bash", "-c", _CONNECT, "bash", str(port)]
+        for seconds in _SECONDS_OF_TRIES:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await self._sandbox.spawn(command)
+        return await self._sandbox.spawn(command)
+
     async def _serve(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A connection that fails ends, as one at which nothing listens any more.
         with contextlib.suppress(OSError, SandboxError), contextlib.closing(writer):
             async with self._slots:
-                process = await self._sandbox.spawn(["bash", "-c", _CONNECT, "bash", str(port)])
+                process = await self._connect(port)
                 sending = asyncio.create_task(_send(reader, process))
                 try:
                     while piece := await process.read(_CHUNK):
