@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -67,7 +68,9 @@ def run_arm(result: Result, arm: Arm, seed: int, runs: Path, smoke: bool) -> Pat
     if arm is not result.arms[0]:
         command += ["--warm", str(runs / f"{result.name}-{result.arms[0].name}-seed{seed}")]
     print(f"== {name}", flush=True)
-    subprocess.run(command, check=True)
+    if subprocess.run(command, check=False).returncode:
+        # What failed has been printed; the same command resumes.
+        sys.exit(f"{name} did not end: see above")
     return directory
 
 
@@ -118,6 +121,19 @@ def write_results(result: Result, runs: Path) -> None:
                 finished.setdefault(arm.name, {})[str(seed)] = figures_of(directory)
     text = json.dumps({"title": result.title, "arms": finished}, indent=1)
     (HERE / result.name / "results.json").write_text(text + "\n")
+    for arm in finished:
+        print(reached(result.name, arm))
+
+
+def reached(name: str, arm: str) -> str:
+    """Return an arm's sampled success before and after: the mean over its seeds, with their standard deviation."""
+    runs = json.loads((HERE / name / "results.json").read_text())["arms"][arm].values()
+    parts = []
+    for part in ("before", "after"):
+        values = [run["success"][f"{part} sampled"] for run in runs]
+        error = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        parts.append(f"{mean(values):.2f}{error}")
+    return f"{arm} {' to '.join(parts)}".replace("0.", ".")
 
 
 if __name__ == "__main__":

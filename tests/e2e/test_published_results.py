@@ -40,9 +40,9 @@ def test_finished_runs_are_not_repeated(tmp_path: Path, name: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("published")
 def test_trained_summaries_cross_trails_that_masked_ones_do_not(tmp_path: Path) -> None:
-    play(tmp_path, "compaction/main.py", "--name", "trained", "steps=16")
+    play(tmp_path, "compaction/main.py", "--name", "trained")
     also = ("--also", "masked.yaml", "--warm", str(tmp_path / "trained"))
-    play(tmp_path, "compaction/main.py", "--name", "masked", *also, "steps=16")
+    play(tmp_path, "compaction/main.py", "--name", "masked", *also)
     reached = {name: success(tmp_path / name, "greedy") for name in ("trained", "masked")}
     print(reached)
     assert reached["trained"] >= 0.6

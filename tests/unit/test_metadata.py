@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("setup", "train", "train-real", "test", "test-long", "test-real", "lint", "bench", "clean")
+TARGETS = ("setup", "train", "train-real", "results", "test", "test-long", "test-real", "lint", "bench", "clean")
 
 
 # A pytest of its own here has no plugins but those that it names: to import them all takes seconds.
