@@ -10,10 +10,11 @@ from typing import IO, Any
 
 import pytest
 
+from support.envs.terminal_servers import SERVER_ATTACKS, server_rewards
 from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
 from support.sandboxes.opened_backends import OpenedDocker
 from turnwise.ext.checks.sandbox import check_sandbox
-from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
+from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxManager, SandboxSpec, archives
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
 from turnwise.sandboxes.docker.commands import Commands
 
@@ -71,6 +72,17 @@ async def test_containers_of_one_user_starve_each_other(docker_engine: TestEngin
     statuses = await outcomes(DockerBackend(**options(docker_engine, user="1000:1000")), ["starve a sibling"])
     # A configured user is every sandbox's, and the capabilities say so.
     assert statuses == {"starve a sibling": "open"}
+
+
+@pytest.mark.timeout(600)
+async def test_tests_of_a_server_reach_it_from_copies_of_a_container(docker_engine: TestEngine, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    manager = SandboxManager(SandboxConfig(name="docker", config=options(docker_engine)))
+    try:
+        rewards = await server_rewards(manager, tmp_path / "server")
+    finally:
+        await manager.close()
+    assert rewards == {"the solution": 1.0, **dict.fromkeys(SERVER_ATTACKS, 0.0)}
 
 
 # What is switched off, further options, and the attacks that escape then. The engine always gives a container its own

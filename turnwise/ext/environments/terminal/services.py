@@ -13,7 +13,7 @@ from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 _MOST_PORTS: Final = 32
 _MOST_CONNECTIONS: Final = 32
-_SECONDS_OF_TRIES: Final = (2.0, 4.0)
+_SECONDS_OF_TRIES: Final = (1.0, 2.0, 4.0)
 _CHUNK: Final = 65_536
 _LISTENING: Final = re.compile(r"^ *\d+: [0-9A-F]+:([0-9A-F]{4}) \S+ 0A ", re.MULTILINE)
 """Rows of the kernel's tables of TCP sockets that listen, with their ports; an agent may have forged others."""
