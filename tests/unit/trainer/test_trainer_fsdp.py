@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.engine.families import FAMILIES, save_family
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
@@ -337,6 +338,34 @@ def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     for learner in (half, together):
         assert 1e-4 < float((exact - torch.cat(learner.logprobs(batches()))).abs().max()) < 0.2
     assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_frozen_bfloat16_matrices_on_ranks_compute_what_float32_ones_do(two: WarmRanks, tmp_path: Path) -> None:
+    path = save_model(make_model("qwen3").bfloat16(), tmp_path / "base")
+    whole, half, gathered = (
+        FSDPLearner(
+            two,
+            policy(path, model={"lora": {"rank": 4}, "compute_dtype": "bfloat16", "optimizations": names}),
+            9,
+            sharding=sharding,
+        )
+        for names, sharding in (
+            ([], Sharding(2)),
+            (["bfloat16_base"], Sharding(2)),
+            (["bfloat16_base"], Sharding(2, True)),
+        )
+    )
+    for learner in (whole, half, gathered):
+        step(learner)
+    exact = torch.cat(whole.logprobs(batches()))
+    assert torch.equal(exact, torch.cat(half.logprobs(batches())))
+    assert gap(weights(whole), weights(half)) == 0.0
+    assert float((exact - torch.cat(gathered.logprobs(batches()))).abs().max()) < 0.2
+    for number, learner in enumerate((whole, half)):
+        learner.save_model(tmp_path / str(number))
+    saved = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(2)]
+    assert {tensor.dtype for tensor in saved[1].values()} == {torch.float32}
+    assert gap(saved[0], saved[1]) == 0.0
 
 
 def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tmp_path: Path) -> None:

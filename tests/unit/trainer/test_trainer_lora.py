@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.engine.families import save_family
@@ -314,3 +315,36 @@ def test_layers_in_bfloat16_have_the_gradients_of_the_sum(base: Path) -> None:
     exact = torch.autograd.grad(layer(rows).square().sum(), parameters)
     for gradient, expected in zip(gradients, exact, strict=True):
         assert float((gradient - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_frozen_bfloat16_matrices_compute_what_float32_ones_do(
+    tmp_path: Path, rows: list[TrainRow], family: str
+) -> None:
+    base = tmp_path / "base"
+    if family == "qwen3":
+        save_model(make_model("qwen3", initializer_range=0.1).bfloat16(), base)
+    else:
+        save_family(family, base, initializer_range=0.1, dtype=torch.bfloat16)
+    learners = [learner_of(base, compute_dtype="bfloat16", optimizations=names) for names in ([], ["bfloat16_base"])]
+    whole, half = (trained(learner, rows) for learner in learners)
+    for learner in (whole, half):
+        assert all(
+            parameter.dtype == torch.float32
+            for parameter in learner.policy.model.parameters()
+            if parameter.requires_grad
+        )
+    assert torch.equal(logprobs(whole, rows), logprobs(half, rows))
+    for (name, factor), (_, other) in zip(whole.export_weights(), half.export_weights(), strict=True):
+        assert torch.equal(factor, other), name
+    sizes = [
+        sum(p.nbytes for p in learner.policy.model.parameters() if not p.requires_grad) for learner in (whole, half)
+    ]
+    assert sizes[1] < 0.7 * sizes[0]
+    for number, learner in enumerate((whole, half)):
+        learner.save_model(tmp_path / str(number))
+    saved = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(2)]
+    assert saved[0].keys() == saved[1].keys()
+    for name, tensor in saved[0].items():
+        assert saved[1][name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(tensor, saved[1][name]), name

@@ -38,7 +38,9 @@ from turnwise.trainer.scale.memory import (
     optimizer_bytes,
     sent_numbers,
     sharding_of,
+    step_parts,
     trainer_parts,
+    weight_parts,
 )
 from turnwise.trainer.scale.plan import Plan, check_plan
 from turnwise.trainer.scale.shape import ModelShape
@@ -464,6 +466,22 @@ def test_a_cluster_has_to_be_given_and_known(large: Path, tmp_path: Path, capsys
 
 
 # Several policies.
+
+
+def test_frozen_matrices_of_a_bfloat16_model_are_planned_in_two_bytes(large: Path) -> None:
+    def parts(**model: Any) -> dict[str, float]:
+        section = {"path": large, "lora": {"rank": 8}, "compute_dtype": "bfloat16", **model}
+        policy = PolicyConfig.model_validate({"model": section})
+        shape = ModelShape.load(large, "model")
+        one = Sharding(ranks=1)
+        return dict([*weight_parts(shape, policy, one), *step_parts(shape, policy, one, 1000)])
+
+    shape, half, whole = ModelShape.load(large, "model"), parts(), parts(optimizations=[])
+    assert whole["weights"] == 4 * shape.parameters
+    # All but the embedding and the norms.
+    assert 2 * shape.parameters < half["weights"] < 2.4 * shape.parameters
+    assert half["bfloat16 weights"] == 0 < whole["bfloat16 weights"]
+    assert parts(compute_dtype="float32")["weights"] == whole["weights"]
 
 
 def two_policies(model: Path, ranks: int = 4, *, lora: bool = False, **changes: Any) -> TrainConfig:

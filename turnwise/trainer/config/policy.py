@@ -24,7 +24,7 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-Optimization: TypeAlias = Literal["varlen", "compile", "fused_loss", "bfloat16_weights"]
+Optimization: TypeAlias = Literal["varlen", "compile", "fused_loss", "bfloat16_weights", "bfloat16_base"]
 """A faster form of a train step (:attr:`ModelConfig.optimizations`)."""
 
 MACHINE_OF_MODEL: Final = frozenset({"device", "threads", "gradient_checkpointing", "optimizations"})
@@ -74,9 +74,10 @@ class ModelConfig(Section):
         freeze_vision: Whether the vision tower of a vision-language model, and its connector, keep their weights.
         optimizations: Faster forms of a train step: ``varlen`` torch's flash attention where rows share no prefix;
             ``compile`` layers by torch.compile, rows padded to a few sizes; ``fused_loss`` compiled log-probabilities;
-            ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers. What device, type
-            or model do not have is left out, with a line in the log. By default ``varlen`` and ``fused_loss`` on a
-            GPU, none on a CPU.
+            ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers; ``bfloat16_base``
+            frozen matrices under adapters in the bfloat16 of their file. What device, type or model do not have is left
+            out, with a line in the log. By default ``varlen``, ``fused_loss`` and ``bfloat16_base`` on a GPU, none on a
+            CPU.
     """
 
     path: ConfigPath

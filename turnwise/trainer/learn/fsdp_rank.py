@@ -62,10 +62,18 @@ from turnwise.trainer.learn.torch_learner import (
     keep_freed_memory,
 )
 from turnwise.trainer.model.blocks import prepare_layers
-from turnwise.trainer.model.lora import bare
+from turnwise.trainer.model.lora import bare, halve_base
+from turnwise.trainer.model.optimizations import holds_bfloat16
 from turnwise.trainer.model.policy import Policy, empty_model, loading, wrap_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
-from turnwise.trainer.model.shards import EXPERTS_STYLE, local_shard, merge_into_shards, read_shards, shard_like
+from turnwise.trainer.model.shards import (
+    EXPERTS_STYLE,
+    base_obstacle,
+    local_shard,
+    merge_into_shards,
+    read_shards,
+    shard_like,
+)
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
 from turnwise.trainer.model.weights import PolicyWeights
 
@@ -426,7 +434,7 @@ class RankModel:
         if adapters and lora is not None:
             _call_in_first(partial(lora.save, directory), self._gather_all(self._factors()))
         else:
-            stream = WeightStream(self.weights.names.types, self._gather_all(None))
+            stream = WeightStream(self.weights.types(), self._gather_all(None))
             _call_in_first(partial(write_weight_file, directory / _WEIGHTS_FILE), stream)
         head = None
         if self.head is not None:
@@ -482,6 +490,11 @@ def _load(
         policy = wrap_model(empty_model(path), path, model.compute_dtype, model.lora)
         if trained and model.gradient_checkpointing:
             prepare_layers(policy.model, checkpointing=model.gradient_checkpointing, compiled=False)
+        computed = "bfloat16" if sharding.mixed_precision else model.compute_dtype
+        obstacle = base_obstacle(path, adapted=policy.lora is not None, compute_dtype=computed)
+        if holds_bfloat16(model.optimizations, torch.device(device), obstacle):
+            policy.optimizations = frozenset({"bfloat16_base"})
+            halve_base(policy.model)
         if policy.lora is not None:
             policy.lora.draw()
         if not trained:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from turnwise.engine.checkpoint_names import TensorType
 from turnwise.engine.lora import (
@@ -96,12 +96,14 @@ class LoRA:
         return {name: self.whole_tensor(name, tensor) for name, tensor in state.items()}
 
     def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
-        """Return a tensor of the bare model, the adapter merged; ``gathered`` makes whole tensors of sharded ones."""
+        """Return a tensor of the bare model in float32, the adapter merged; ``gathered`` makes whole ones of shards."""
+        whole = gathered(tensor)
+        whole = whole.float() if whole.dtype == torch.bfloat16 else whole
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
-            return gathered(tensor)
+            return whole
         factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
-        return merged(gathered(tensor), *factors, self.info.scale)
+        return merged(whole, *factors, self.info.scale)
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -179,6 +181,19 @@ class LoRA:
                 f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora"
             )
         return saved
+
+
+def halve_base(model: nn.Module) -> None:
+    """Have the frozen matrices of a model in bfloat16, but for tables of embeddings, whose rows are no products.
+
+    Under autocast to bfloat16 it computes the same numbers as with float32 ones of the same values, which are rounded
+    for each product then.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        multiplied = parameter.ndim > 1 and not name.endswith("bias") and id(parameter) not in tables
+        if multiplied and not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def bare(lora: LoRA | None) -> AbstractContextManager[None]:

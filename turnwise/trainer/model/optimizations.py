@@ -21,6 +21,7 @@ _INSTEAD: dict[Optimization, str] = {
     "compile": "blocks as they are",
     "fused_loss": "log-probabilities by separate kernels",
     "bfloat16_weights": "float32 weights, rounded in each product",
+    "bfloat16_base": "frozen weights in float32",
 }
 
 # Each kind of layer, size of row and gradient mode is compiled by itself; beyond the limit nothing is.
@@ -55,20 +56,34 @@ def choose_optimizations(
 ) -> frozenset[Optimization]:
     """Return those of the configured optimizations that can be used; a line in the log names each of the others.
 
+    For ``bfloat16_base``, which loading needs to know, ask :func:`holds_bfloat16`.
+
     Args:
         configured: Their names; None for ``varlen`` (in bfloat16) and ``fused_loss`` on a GPU, and none on a CPU.
         device: The model's.
         compute_dtype: Type of its matrix products.
         uncompiled: Why its layers cannot be compiled.
     """
-    names: Sequence[Optimization] = configured or ()
+    names: Sequence[Optimization] = [name for name in configured or () if name != "bfloat16_base"]
     if configured is None and not on_cpu(device):
         names = ("varlen", "fused_loss") if compute_dtype == "bfloat16" else ("fused_loss",)
     obstacles = {name: _obstacle(name, device, compute_dtype, uncompiled) for name in names}
     for name, obstacle in obstacles.items():
         if obstacle is not None:
-            _log.warning("model.optimizations: %s is left out, as %s: %s instead", name, obstacle, _INSTEAD[name])
+            _warn(name, obstacle)
     return frozenset(name for name, obstacle in obstacles.items() if obstacle is None)
+
+
+def holds_bfloat16(configured: Sequence[Optimization] | None, device: torch.device, obstacle: str | None) -> bool:
+    """Return whether frozen matrices are held in bfloat16; by default where nothing stands against it on a GPU."""
+    chosen = not on_cpu(device) if configured is None else "bfloat16_base" in configured
+    if chosen and configured is not None and obstacle is not None:
+        _warn("bfloat16_base", obstacle)
+    return chosen and obstacle is None
+
+
+def _warn(name: Optimization, obstacle: str) -> None:
+    _log.warning("model.optimizations: %s is left out, as %s: %s instead", name, obstacle, _INSTEAD[name])
 
 
 def _obstacle(name: Optimization, device: torch.device, compute_dtype: str, uncompiled: str | None) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
-from turnwise.engine.accelerator import autocast
+from turnwise.engine.accelerator import autocast, main_memory
 from turnwise.engine.capacity import RopeLimit, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
@@ -33,9 +33,10 @@ from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_
 from turnwise.trainer.model.blocks import padded_tokens, prepare_layers
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
-from turnwise.trainer.model.lora import LoRA, attach
-from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations
+from turnwise.trainer.model.lora import LoRA, attach, halve_base
+from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations, holds_bfloat16
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
+from turnwise.trainer.model.shards import base_obstacle, read_shards
 from turnwise.trainer.model.weights import PolicyWeights
 
 try:
@@ -100,7 +101,9 @@ class Policy:
     def check(self) -> None:
         """Check that the packed forward equals the plain one, and note the routers. Raises TrainError."""
         watched = nullcontext() if self.lora is None else self.lora.watched()
-        with Routers.search(self.model, self.model.config.get_text_config().to_dict()) as routers, watched:
+        computed = self.compute_dtype if "bfloat16_base" in self.optimizations else "float32"
+        settings = self.model.config.get_text_config().to_dict()
+        with Routers.search(self.model, settings) as routers, watched, autocast(self.device, computed):
             check_packable(self.model)
         self.routers = next(iter(routers), None)
         if self.routers is not None:
@@ -373,20 +376,42 @@ def load_model(
         raise TrainError(
             f"model.path is {str(path)!r}, which is not a directory of a Hugging Face model (no config.json)"
         )
+    path, device = Path(path), torch.device(device)
     with loading(path):
-        base, adapters = adapter_chain(path)
-        model = _auto_class(base).from_pretrained(str(base), dtype=torch.float32)
-        merge_adapters(model, adapters)
-    policy = wrap_model(model, Path(path), compute_dtype, lora)
+        obstacle = base_obstacle(path, adapted=lora is not None, compute_dtype=compute_dtype)
+        if takes_images(path):
+            obstacle = "the model takes images"
+        half = holds_bfloat16(optimizations, device, obstacle)
+        if half:
+            model = empty_model(path)
+        else:
+            base, adapters = adapter_chain(path)
+            model = _auto_class(base).from_pretrained(str(base), dtype=torch.float32)
+            merge_adapters(model, adapters)
+    policy = wrap_model(model, path, compute_dtype, lora)
+    if half:
+        policy.optimizations = frozenset({"bfloat16_base"})
+        _read_half(policy)
     model.to(device)
     policy.check()
     if freeze_vision:
         _freeze_vision(model)
     mixed = "the model takes images" if policy.vision else "the model has experts" if policy.routers else None
-    policy.optimizations = choose_optimizations(optimizations, policy.device, compute_dtype, mixed)
+    policy.optimizations |= choose_optimizations(optimizations, policy.device, compute_dtype, mixed)
     if gradient_checkpointing or "compile" in policy.optimizations:
         prepare_layers(model, checkpointing=gradient_checkpointing, compiled="compile" in policy.optimizations)
     return policy
+
+
+def _read_half(policy: Policy) -> None:
+    """Read the weights of an empty model with adapters, its frozen matrices in bfloat16."""
+    assert policy.lora is not None, "the model has adapters"
+    halve_base(policy.model)
+    policy.lora.draw()
+    with loading(policy.source), policy.lora.removed():
+        read_shards(policy.model, policy.source, main_memory())()
+        # What was read are new parameters.
+        policy.model.requires_grad_(False)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
@@ -18,7 +19,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, merged, model_under, refuse
+from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, is_adapter, merged, model_under, refuse
 from turnwise.engine.vllm_side.turnwise_weight_file import adapter_problems
 from turnwise.errors import FormatError, TrainError
 from turnwise.trainer.model.sequence_parallel import split_heads
@@ -56,6 +57,28 @@ def _text_settings(path: Path) -> Any:
         return AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
     except (OSError, ValueError, FormatError) as error:
         raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
+
+
+def base_obstacle(path: Path, *, adapted: bool, compute_dtype: str) -> str | None:
+    """Return why a model's frozen matrices cannot be held in bfloat16 without a change of what is computed; else None.
+
+    Args:
+        path: Its directory.
+        adapted: Whether only adapters on it are trained.
+        compute_dtype: Type of its matrix products.
+    """
+    if not adapted:
+        return "all weights are trained"
+    if compute_dtype != "bfloat16":
+        return f"model.compute_dtype is {compute_dtype}"
+    if is_adapter(path):
+        return "model.path is an adapter, which is merged in float32"
+    types = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            tensors = [stored.get_slice(name) for name in stored.keys()]  # noqa: SIM118
+        types |= {tensor.get_dtype() for tensor in tensors if len(tensor.get_shape()) > 1}
+    return None if types == {"BF16"} else f"{path} has matrices of {', '.join(sorted(types)) or 'no safetensors file'}"
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class PolicyWeights:
 
     def types(self, dtype: torch.dtype | None = None) -> dict[str, TensorType]:
         """Return type and shape of each tensor of the checkpoint, as :meth:`parts` makes them."""
-        types = dict(self.names.types)
+        # Frozen matrices in bfloat16 are read as float32.
+        bits = {torch.bfloat16: torch.float32}
+        types = {part: (bits.get(kind, kind), shape) for part, (kind, shape) in self.names.types.items()}
         for parameter, tensor in self._tensors.items():
             if dtype is not None and isinstance(tensor, nn.Parameter):
                 types |= {part: (dtype, types[part][1]) for part in self.names.parts[parameter]}

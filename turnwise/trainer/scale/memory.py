@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from turnwise.engine.lora import read_settings
+from turnwise.engine.lora import model_under, read_settings
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
 from turnwise.inference.vllm import adapter_room, kv_bytes
+from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.learner import chosen_engine
@@ -117,18 +118,30 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
     """Yield what a device holds of the policy between micro-batches.
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
-    al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state.
+    al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state, and
+    frozen matrices take half where they are held in bfloat16.
     """
     lora = policy.model.lora
     trained, state = float(shape.parameters), float(optimizer_bytes(shape, policy.optim))
+    weights = 4 * shape.parameters - 2 * _half_matrices(shape, policy.model, sharding)
     if lora is not None:
         trained = shape.adapter_parameters(_rank(lora), lora.targets)
         # Both factors are matrices.
         state = (4 if policy.optim.name == "muon" else 8) * trained
         yield "adapters", _share(sharding) * 4 * trained
-    yield "weights", _share(sharding) * 4 * shape.parameters
+    yield "weights", _share(sharding) * weights
     yield "gradients", _share(sharding) * 4 * trained
     yield "optimizer states", _share(sharding) * state
+
+
+def _half_matrices(shape: ModelShape, model: ModelConfig, sharding: Sharding) -> int:
+    """Return the numbers of frozen matrices that the trainer holds in bfloat16 (``bfloat16_base``)."""
+    computed = "bfloat16" if sharding.mixed_precision else model.compute_dtype
+    stored = served_dtype(model_under(model.path), "auto")
+    chosen = model.device != CPU if model.optimizations is None else "bfloat16_base" in model.optimizations
+    if model.lora is None or not chosen or (computed, stored) != ("bfloat16", "bfloat16"):
+        return 0
+    return shape.layer_matrices + shape.embeddings - shape.hidden * shape.vocabulary
 
 
 def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, tokens: int) -> Iterator[Part]:
@@ -141,14 +154,17 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
     """
     model = policy.model
     if sharding.ranks > 1:
-        yield "gathered weights", (2 if sharding.mixed_precision else 4) * (shape.embeddings + 2 * shape.layer)
+        number = 2 if sharding.mixed_precision else 4
+        layer = 2 if _half_matrices(shape, model, sharding) else number
+        yield "gathered weights", number * shape.embeddings + layer * 2 * shape.layer
         trained = max(shape.layer, shape.embeddings)
         if (lora := model.lora) is not None:
             trained = shape.adapter_parameters(_rank(lora), lora.targets) // shape.layers
         yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * trained
     if model.compute_dtype == "bfloat16" and not (sharding.ranks > 1 and sharding.mixed_precision):
         whole = "bfloat16_weights" in (model.optimizations or ())
-        yield "bfloat16 weights", 2 * (shape.parameters if whole else shape.layer_matrices)
+        copied = shape.parameters if whole else shape.layer_matrices
+        yield "bfloat16 weights", 2 * max(0, copied - _half_matrices(shape, model, sharding))
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
     tokens_of_rank = -(-tokens // sharding.sequence_parallel)
     yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
