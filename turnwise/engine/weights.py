@@ -1,7 +1,8 @@
 """Weight transfer on one machine: a safetensors file in shared memory, and its manifest.
 
-A complete file never changes, and its pages live as long as something maps them. So a server may use the tensors of
-:func:`read_weights`, which maps a file and checks all of it against the manifest, as its weights without a copy.
+A complete file does not change before all servers have loaded the next one, and its pages live as long as something
+maps them. So a server may use the tensors of :func:`read_weights`, which maps a file and checks all of it against the
+manifest, as its weights without a copy.
 """
 
 from __future__ import annotations

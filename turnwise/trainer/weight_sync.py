@@ -37,10 +37,12 @@ class WeightTransport(ABC):
     Attributes:
         sent_bytes: Bytes of weights sent so far. Unchanged weights add none.
         keeps_files: Whether a server that restarts can load the last version again by itself.
+        device_bytes: What an update takes on each device, beside the weights.
     """
 
     sent_bytes: int = 0
     keeps_files: ClassVar[bool] = True
+    device_bytes: ClassVar[int] = 0
 
     def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:  # noqa: B027 - files reach all
         """Check, before the first rollout, that weights can reach the servers of a policy. Raises ConfigError."""

@@ -256,6 +256,10 @@ def test_a_rank_of_four_holds_a_quarter(directory: Path, monkeypatch: pytest.Mon
     options = {"model": {"path": directory}, "engine": "fsdp", "engine_options": {"ranks": 4}}
     policy = PolicyConfig.model_validate(options)
     model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4), values=False)
+    blocks = [layer._get_fsdp_state() for layer in model.policy.model.model.layers]
+    assert len(blocks) > 1
+    assert [block._states_to_forward_prefetch for block in blocks] == [*([block] for block in blocks[1:]), []]
+    assert [block._states_to_backward_prefetch for block in blocks] == [[], *([block] for block in blocks[:-1])]
     model.root(batch(32), entropy=False)[0].sum().backward()
     parameters: list[Any] = list(model.policy.model.parameters())
     shape = ModelShape.load(directory, "model")
@@ -314,6 +318,27 @@ def test_ranks_share_weights_gradients_and_optimizer_states(large: Path) -> None
     adapters = dict(trainer_parts(config(large, **settings), shape))
     # Of one layer's factors alone, in bfloat16 and float32.
     assert adapters["gathered gradients"] == 6 * 8 * (4096 + 4096)
+
+
+def test_experts_that_ranks_share_are_not_gathered(tmp_path: Path) -> None:
+    model = written(tmp_path / "Qwen3-30B", QWEN3_30B)
+    shape = ModelShape.load(model, "model")
+    assert shape.expert_matrices == 48 * 128 * 3 * 2048 * 768
+    settings = sharded(model, 8)
+    gathered = []
+    for ranks in (1, 8):
+        settings["policies"]["main"]["engine_options"]["expert_parallel"] = ranks
+        gathered.append(dict(trainer_parts(config(model, **settings), shape))["gathered weights"])
+    assert gathered[0] == 2 * (shape.embeddings + 2 * shape.layer)
+    assert gathered[0] - gathered[1] == pytest.approx(2 * 2 * 7 / 8 * shape.expert_matrices / 48)
+
+
+@pytest.mark.ext
+@pytest.mark.parametrize(("transport", "size"), [("gloo", None), ("nccl", 2**28), ("ipc", 2**28)])
+def test_a_bucket_is_on_the_devices_of_transports_between_them(large: Path, transport: str, size: int | None) -> None:
+    settings = sharded(large, 2, weight_transport=transport)
+    plan = Plan(config(large, **settings, mode="separate_async"), h100(4))
+    assert [parts.get("weight bucket") for _, parts in plan.memory()] == [size, size]
 
 
 def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: Path) -> None:
@@ -441,7 +466,7 @@ def test_plan_command_prints_memory_by_part_and_exits_with_1_where_devices_are_m
     output = capsys.readouterr().out
     assert "main memory: 32.8 GB for two versions of the weights on their way to servers" in output
     assert "weight update: 16.38 GB in bfloat16 to each server" in output
-    assert "  through shared memory 62.1 CPU-s, at 3.79 a GB (measured on CPUs, in float32)" in output
+    assert "  through shared memory 49.6 CPU-s, at 3.03 a GB (measured on CPUs, in bfloat16)" in output
     assert "to another machine at least 1.31 s, if nothing else uses 100 Gbit/s" in output
     assert "by formula; drivers" in output
     assert "model: qwen3, 8.19 B parameters; keys and values take 147,456 bytes a token in bfloat16" in output

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from turnwise.engine.accelerator import accelerator, collectives, resolve_device
-from turnwise.engine.vllm_side.turnwise_weight_group import BYTE, WAIT, GroupFailed, WeightGroup, joined
+from turnwise.engine.vllm_side.turnwise_weight_group import BUCKET, BYTE, WAIT, GroupFailed, WeightGroup, joined
 from turnwise.engine.weights import WeightStream, WeightTensors, tensor_entries, weight_stream
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.inference.guard.turnwise_guard import is_loopback
@@ -160,9 +160,11 @@ class NCCLTransport(CollectiveTransport):
     """Broadcasts from GPU to GPU."""
 
     backend = "nccl"
+    device_bytes = BUCKET
 
 
 class IPCTransport(CollectiveTransport):
     """Hands buckets over in memory that processes of one machine share: of one GPU, or main memory."""
 
     backend = "ipc"
+    device_bytes = BUCKET

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,19 +171,35 @@ def _shard(policy: Policy, head: ValueHead | None, device: str, sharding: Shardi
             if style == EXPERTS_STYLE:
                 fully_shard(policy.model.get_submodule(name), **{**settings, "mesh": experts[names]})
     layers = set(policy.model._no_split_modules or ())
-    for module in list(policy.model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, **settings)
+    blocks = {name: module for name, module in policy.model.named_modules() if type(module).__name__ in layers}
+    for block in blocks.values():
+        fully_shard(block, **settings)
+    _prefetch(blocks)
     if head is not None:
         # Values are computed in float32, whatever the states are.
         fully_shard(head, **{**settings, "mp_policy": MixedPrecisionPolicy()})
     root: Any = fully_shard(_Scoring(policy, head), **settings)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are divided by the normaliser of the whole step: gradients of ranks are added, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(enable=True)
+    for module in _sharded_modules(root):
+        # Losses are divided by the normaliser of the whole step: gradients of ranks are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(enable=True)
     return root
+
+
+def _prefetch(blocks: Mapping[str, Any]) -> None:
+    """Have each block of a list gather the parameters of the next one, experts included, while it computes.
+
+    In the backward pass these are those of the block before.
+    """
+    for (name, block), (next_name, following) in pairwise(blocks.items()):
+        # Those of another list, a vision tower's for one, may take no part in a batch.
+        if name.rpartition(".")[0] == next_name.rpartition(".")[0]:
+            block.set_modules_to_forward_prefetch(_sharded_modules(following))
+            following.set_modules_to_backward_prefetch(_sharded_modules(block))
+
+
+def _sharded_modules(block: Any) -> list[FSDPModule]:
+    return [module for module in block.modules() if isinstance(module, FSDPModule)]
 
 
 class _Optimizer(TorchLearner):

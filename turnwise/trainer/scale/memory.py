@@ -16,7 +16,7 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.scale.shape import ModelShape
-from turnwise.trainer.weight_sync import serves_by_name, weight_dtype
+from turnwise.trainer.weight_sync import TRANSPORTS, serves_by_name, weight_dtype
 
 Part: TypeAlias = tuple[str, float]
 """A part of the memory of one device, and its bytes."""
@@ -101,6 +101,7 @@ def loss_bytes(shape: ModelShape, tokens: int) -> float:
 def trainer_parts(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Iterator[Part]:
     """Yield the parts of the memory of each device of the trainer; ``critic`` is its shape, if it is another model."""
     policy, sharding = config.policy, sharding_of(config.policy)
+    yield "weight bucket", bucket_bytes(config)
     yield from weight_parts(shape, policy, sharding)
     yield from step_parts(shape, policy, sharding, config.batch.max_tokens_per_micro_batch)
     if policy.critic is not None and policy.critic.kind == "shared":
@@ -112,6 +113,11 @@ def trainer_parts(config: TrainConfig, shape: ModelShape, critic: ModelShape | N
     # The reference of adapters that started at zero is the policy without them, and takes nothing.
     if kl is not None and (kl.reference != "initial" or lora is None or lora.path is not None):
         yield "reference", _share(sharding) * 4 * shape.parameters
+
+
+def bucket_bytes(config: TrainConfig) -> float:
+    """Return what trainer and servers each hold of an update on a device, by the transport."""
+    return float(TRANSPORTS.find(config.policy.weight_transport.name).device_bytes)
 
 
 def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) -> Iterator[Part]:
@@ -154,10 +160,13 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
     """
     model = policy.model
     if sharding.ranks > 1:
+        # Experts that ranks share are not gathered from these.
+        elsewhere = 1 - 1 / sharding.expert_parallel
+        layer = shape.layer - elsewhere * shape.expert_matrices / shape.layers
         number = 2 if sharding.mixed_precision else 4
-        layer = 2 if _half_matrices(shape, model, sharding) else number
-        yield "gathered weights", number * shape.embeddings + layer * 2 * shape.layer
-        trained = max(shape.layer, shape.embeddings)
+        of_layers = 2 if _half_matrices(shape, model, sharding) else number
+        yield "gathered weights", number * shape.embeddings + of_layers * 2 * layer
+        trained = max(layer, shape.embeddings)
         if (lora := model.lora) is not None:
             trained = shape.adapter_parameters(_rank(lora), lora.targets) // shape.layers
         yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * trained

@@ -20,6 +20,7 @@ from turnwise.trainer.scale.memory import (
     CHECKPOINTING,
     activation_bytes,
     adapter_parts,
+    bucket_bytes,
     main_memory,
     sent_numbers,
     server_parts,
@@ -38,17 +39,17 @@ _REMEDIES: Final = {
     "reference": "set algorithm.kl.offload: true",
 }
 
-_UPDATE_SECONDS: Final = {"builtin": 1.28, "vllm": 3.79}
+_UPDATE_SECONDS: Final = {"builtin": 1.03, "vllm": 3.03}
 """CPU seconds of trainer and one server for each 10^9 bytes of an update through shared memory, by engine.
 
-Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M in float32.
+Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M, trained in float32 and served in bfloat16.
 """
 
 
 _SERVED: Final = frozenset(
     {"served weights", "keys and values", "a forward pass", "served adapter", "launch weights under the adapter"}
 )
-_TRANSFERRED: Final = frozenset({"weights", "adapters", "served weights"})
+_TRANSFERRED: Final = frozenset({"weights", "adapters", "served weights", "weight bucket"})
 _KEPT: Final = frozenset({"weights", "adapters", "optimizer states", "critic"})
 """What an engine that moves nothing leaves on its devices while servers sample."""
 
@@ -83,7 +84,10 @@ class PolicyPlan:
     def parts(self) -> Iterator[tuple[int, str, float]]:
         """Yield the parts of its memory with the device of each; several may have one name."""
         trainer = list(trainer_parts(self.config, self.shape, self.critic))
-        server = list(server_parts(self.config.inference, self.path, self.shape))
+        server = [
+            *server_parts(self.config.inference, self.path, self.shape),
+            ("weight bucket", bucket_bytes(self.config)),
+        ]
         devices = [(device, trainer) for device in self.placement.trainer]
         devices += [(device, server) for group in self.placement.servers for device in group]
         yield from ((device, part, size) for device, parts in devices for part, size in parts)
@@ -118,7 +122,7 @@ class PolicyPlan:
         rate = _UPDATE_SECONDS.get(self.config.inference.engine)
         if rate is not None and whole and self.config.policy.weight_transport.name == "shared_memory":
             seconds = rate * size
-            yield f"  through shared memory {seconds:,.1f} CPU-s, at {rate:g} a GB (measured on CPUs, in float32)"
+            yield f"  through shared memory {seconds:,.1f} CPU-s, at {rate:g} a GB (measured on CPUs, in bfloat16)"
         if link_gigabits is not None:
             seconds = 8 * size / link_gigabits
             yield f"  to another machine at least {seconds:,.2f} s, if nothing else uses {link_gigabits:g} Gbit/s"
@@ -185,7 +189,7 @@ class Plan:
             policy, _, name = part.rpartition(": ")
             moves = self.policies[policy or next(iter(self.policies))].config.policy.engine == "torch"
             stays = name in _KEPT and not moves
-            phases["train"] += size * (name not in _SERVED)
+            phases["train"] += size * (name not in _SERVED and name != "weight bucket")
             phases["transfer"] += size * (name in _TRANSFERRED or stays)
             phases["rollout"] += size * (name in _SERVED or stays)
         return phases

@@ -40,6 +40,7 @@ class ModelShape:
         windowed: Layers whose attention reaches back ``window`` tokens only.
         window: That number of tokens; 0 without such layers.
         context: ``max_position_embeddings``; 0 if it does not say.
+        expert_matrices: Elements of the matrices of all experts of all layers.
     """
 
     family: str
@@ -60,6 +61,7 @@ class ModelShape:
     windowed: int = 0
     window: int = 0
     context: int = 0
+    expert_matrices: int = 0
 
     @classmethod
     def load(cls, path: Path, key: str) -> Self:
@@ -105,6 +107,8 @@ class ModelShape:
             windowed=windowed,
             window=settings["sliding_window"] if windowed else 0,
             context=settings.get("max_position_embeddings") or 0,
+            # Those of one layer are one tensor.
+            expert_matrices=sum(parameter.numel() for parameter in layers.parameters() if parameter.ndim > 2),
         )
 
     @property
