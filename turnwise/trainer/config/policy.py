@@ -109,7 +109,8 @@ class OptimConfig(Section):
     """The optimizer.
 
     Attributes:
-        name: ``adamw`` for all parameters, or ``muon`` for weight matrices and AdamW for the rest (embeddings, output
+        name: ``adamw`` for all parameters; ``adamw_int8`` with moments of 8 bits, which take a quarter of the memory;
+            or ``muon`` for weight matrices and AdamW for the rest (embeddings, output
             matrix, norms, biases).
         lr: Peak learning rate of AdamW.
         betas: Decay rates of AdamW's first and second moment.
@@ -119,13 +120,18 @@ class OptimConfig(Section):
         muon: Read where ``name`` is ``muon``.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "adamw_int8", "muon"] = "adamw"
     lr: PositiveFloat = 1e-6
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: PositiveFloat | None = 1.0
     muon: MuonConfig = MuonConfig()
+
+    @property
+    def state_dtype(self) -> str:
+        """Type of AdamW's moments: float32 or int8."""
+        return "int8" if self.name == "adamw_int8" else "float32"
 
 
 class ScheduleConfig(Section):

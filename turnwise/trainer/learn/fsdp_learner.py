@@ -45,7 +45,7 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
     """
     sharding = Sharding(**options)
     ranks = sharding.ranks
-    if config.optim.name != "adamw":
+    if config.optim.name == "muon":
         raise TrainError(
             f"policies.main.optim.name is {config.optim.name}, which the engine fsdp does not shard: choose adamw, "
             "or the engine torch"

@@ -41,6 +41,7 @@ from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
+from turnwise.trainer.learn.adamw import new_state
 from turnwise.trainer.learn.learner import Objective, StepResult
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.optim import mesh_of
@@ -233,6 +234,7 @@ class _Optimizer(TorchLearner):
             record = {
                 "ranks": dist.get_world_size(),
                 "parameters": sorted(chain.from_iterable(self._optimizers.names)),
+                "state_dtype": self._optimizers.state_dtype,
                 "steps": self.steps,
                 "skipped": dict(self.skipped),
                 "bad_steps": self._bad_steps,
@@ -242,11 +244,8 @@ class _Optimizer(TorchLearner):
     def load_state(self, directory: Path) -> None:
         """Read the state, which any number of ranks may have written."""
         record = _read_counters(directory)
-        if record["parameters"] != sorted(chain.from_iterable(self._optimizers.names)):
-            raise CheckpointError(
-                "the optimizer state was saved for other parameters or another optim.name; resume with the "
-                "configuration of the run that saved it"
-            )
+        same_names = record["parameters"] == sorted(chain.from_iterable(self._optimizers.names))
+        self._optimizers.check_saved(same_names, record["state_dtype"])
         folder = str(directory / OPTIMIZER_FOLDER)
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -254,8 +253,7 @@ class _Optimizer(TorchLearner):
             for name, parameter, parameter_state in self._optimizers.states():
                 parameter_state.clear()
                 if f"{name}/step" in saved:
-                    parameter_state |= {"step": torch.zeros((), dtype=torch.float32)}
-                    parameter_state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    parameter_state |= new_state(parameter, self._optimizers.state_dtype)
                     state |= {f"{name}/{key}": tensor for key, tensor in parameter_state.items()}
             if state:
                 saved_state = _redistribute_state_dict(state)

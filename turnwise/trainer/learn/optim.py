@@ -15,6 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
+from turnwise.trainer.learn.adamw import AdamW
 
 _SAMPLED = 4096
 """Elements of a tensor, at most, that tell how far a step moves the weights."""
@@ -148,9 +149,10 @@ class OptimizerSet:
                 {"params": [*group.values()], "weight_decay": config.weight_decay if decays else 0.0}
                 for (_, decays), group in groups.items()
             ]
-            adamw = torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-            self.optimizers.append(adamw)
+            rates = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+            self.optimizers.append(AdamW(settings, state_dtype=config.state_dtype, **rates))
             self.names.append([name for group in groups.values() for name in group])
+        self.state_dtype = config.state_dtype
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def step(self, factor: float) -> float:
@@ -201,7 +203,8 @@ class OptimizerSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all optimizers, with parameter names."""
-        return {"names": self.names, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        return {"names": self.names, "state_dtype": self.state_dtype, "optimizers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; learning rates and other settings stay as configured.
@@ -209,13 +212,22 @@ class OptimizerSet:
         Raises:
             CheckpointError: The state belongs to other parameters or another optimizer.
         """
-        if state.get("names") != self.names:
+        self.check_saved(state["names"] == self.names, state["state_dtype"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for number, tensors in saved.items():
+                parameter = parameters[number]
+                optimizer.state[parameter] = {name: value.to(parameter.device) for name, value in tensors.items()}
+
+    def check_saved(self, same_names: bool, state_dtype: str) -> None:
+        """Check what a saved state is of: the parameters of this one, and its type. Raises CheckpointError."""
+        if not same_names:
             raise CheckpointError(
                 "the optimizer state was saved for other parameters or another optim.name; resume with the "
                 "configuration of the run that saved it"
             )
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, configured in zip(optimizer.param_groups, settings, strict=True):
-                group.update(configured)
+        if state_dtype != self.state_dtype:
+            raise CheckpointError(
+                f"optim.name is another one than that of the checkpoint, whose moments are {state_dtype}: resume with "
+                f"optim.name: {'adamw_int8' if state_dtype == 'int8' else 'adamw'}, or start a new run from its model"
+            )

@@ -13,6 +13,7 @@ from turnwise.inference.vllm import adapter_room, kv_bytes
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.adamw import BLOCK
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.scale.shape import ModelShape
@@ -44,13 +45,15 @@ def _share(sharding: Sharding) -> float:
 
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
-    """Return the bytes of an optimizer's state, in float32.
+    """Return the bytes of an optimizer's state.
 
-    AdamW: two moments of each parameter, ``8 N`` (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2). Muon: one
-    momentum of each element of the layers' matrices (Jordan 2024, https://kellerjordan.github.io/posts/muon), and
-    AdamW's two of all else.
+    AdamW: two moments of each parameter, ``8 N`` (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), in 8 bits
+    ``(2 + 8 / 64) N`` with their scales. Muon: one momentum of each element of the layers' matrices (Jordan 2024,
+    https://kellerjordan.github.io/posts/muon), and AdamW's two of all else.
     """
-    return 8 * shape.parameters - (4 * shape.layer_matrices if optim.name == "muon" else 0)
+    matrices = shape.layer_matrices if optim.name == "muon" else 0
+    moments = shape.parameters - matrices
+    return 4 * matrices + (2 * moments + 8 * moments // BLOCK if optim.state_dtype == "int8" else 8 * moments)
 
 
 def layer_activations(shape: ModelShape, dtype: str) -> float:

@@ -32,7 +32,8 @@ from turnwise.trainer.scale.shape import ModelShape
 _REMEDIES: Final = {
     "activations": "set {key}.model.gradient_checkpointing: true, lower batch.max_tokens_per_micro_batch",
     "critic": "choose a smaller {key}.critic.path, or critic.kind: shared (engine: torch)",
-    "optimizer states": "raise {key}.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)",
+    "optimizer states": "set {key}.optim.name: adamw_int8, raise {key}.engine_options.ranks (engine: fsdp), "
+    "or train adapters (model.lora.rank: 16)",
     "bfloat16 weights": "set {key}.engine_options.mixed_precision: true (engine: fsdp)",
     "keys and values": "lower inference.kv_tokens",
     "served weights": "raise inference.server.tensor_parallel",
