@@ -42,13 +42,7 @@ def current_episode() -> Episode:
     return episode
 
 
-def emit_reward(
-    reward: SupportsFloat | Mapping[str, SupportsFloat],
-    *,
-    primary_key: str | None = None,
-    attributes: Mapping[str, Any] | None = None,  # noqa: ARG001 - of other tools' signature; nothing reads it here
-    propagate: bool = True,  # noqa: ARG001 - the same
-) -> None:
+def emit_reward(reward: SupportsFloat | Mapping[str, SupportsFloat], *, primary_key: str | None = None) -> None:
     """Reward the agent's last turn, or the episode before its first turn.
 
     Rewards add up with each other and with the return value, and replace the environment's score.
@@ -56,8 +50,6 @@ def emit_reward(
     Args:
         reward: A number, or named ones: ``primary_key`` is the reward, the others are metrics.
         primary_key: Name of the reward.
-        attributes: Ignored.
-        propagate: Ignored.
 
     Raises:
         AgentError: No episode is current, or a number is not finite.

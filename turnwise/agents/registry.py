@@ -118,14 +118,6 @@ class LLM:
     api_key: str = "unused"
     sampling_parameters: dict[str, Any] = field(default_factory=dict)
     anthropic_endpoint: str = ""
-    resource_type: Literal["llm"] = "llm"
-
-    def get_base_url(self, *args: object, **kwargs: object) -> str:  # noqa: ARG002 - a rollout and an attempt
-        """Return ``endpoint``, which already belongs to one attempt."""
-        return self.endpoint
-
-
-NamedResources: TypeAlias = dict[str, LLM]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +280,6 @@ def _read_signature(function: Callable[..., Any]) -> tuple[str | None, frozenset
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise AgentError(f"{where}: parameter {name!r} is positional only: arguments are given by name")
-    if "prompt_template" in parameters:
-        raise AgentError(
-            f"{where} takes a prompt_template, but prompts are not tuned here: give the prompt as config of the agent "
-            "under another name, and take 'llm' or 'episode'"
-        )
     typed = [name for name, parameter in parameters.items() if _is_llm(parameter.annotation)]
     llm = "llm" if "llm" in parameters else typed[0] if typed else None
     if "episode" not in parameters and not ("task" in parameters and llm is not None):

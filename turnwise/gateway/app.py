@@ -1,6 +1,6 @@
 """The gateway as an ASGI application.
 
-Agents, below ``/s/TOKEN``: ``POST /v1/chat/completions``, ``/v1/responses``, ``/v1/messages``,
+Agents, below ``/s/TOKEN``: ``POST /v1/chat/completions``, ``/v1/completions``, ``/v1/responses``, ``/v1/messages``,
 ``/v1/messages/count_tokens``; ``GET /v1/models``; ``HEAD /``. Controllers, with the admin key: ``POST /sessions``,
 ``GET /sessions/ID``, ``POST /sessions/ID/finalize``, ``/sessions/ID/abort``. Rewarders, with a session's reward key:
 ``POST /sessions/ID/rewards``. Public: ``GET /health``.
@@ -27,6 +27,7 @@ from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest, Dialect, Reader
 from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
+from turnwise.gateway.dialects.openai_completions import OpenAICompletions
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, template_args
 from turnwise.gateway.errors import ApiError, api_error, invalid, missing_route, not_found, too_deep
@@ -39,7 +40,7 @@ from turnwise.recorder.prompts import in_thread, is_heavy, release_memory, rende
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
-_CHAT, _MESSAGES = OpenAIChat(), Anthropic()
+_CHAT, _COMPLETIONS, _MESSAGES = OpenAIChat(), OpenAICompletions(), Anthropic()
 _MEGABYTE = 2**20
 _LARGE_BODY = 250_000
 """Bytes from which on a body is read in a thread; at this size that takes about 10 ms."""
@@ -233,6 +234,9 @@ class GatewayApp(SessionApp):
         if exchange.method in ("GET", "HEAD") and (route in ("", "v1", "models") or route.startswith("models/")):
             await exchange.answer(200, self._models(exchange, route))
             return
+        if exchange.method == "POST" and route == "completions":
+            await self._admit(exchange, entry, _COMPLETIONS, route)
+            return
         await self._post(exchange, entry, dialect, route)
 
     async def _answer(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -315,10 +319,20 @@ def _read(raw: bytes, dialect: Dialect, abilities: Abilities, *, counts: bool) -
 
 
 def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
-    check_known(fields, {"value", "name", "turn_id", "id"})
+    event = fields.get("event_type")
+    if event is not None:
+        # The form of Agent-Lightning, whose last reward counts: what was sent before is taken back.
+        if event != "reward":
+            return {"id": entry.id, "rewards": len(entry.rewards)}
+        fields = Fields(fields.get("data"), "data")
+        check_known(fields, {"value", "message", "source", "reason"})
+    else:
+        check_known(fields, {"value", "name", "turn_id", "id"})
     value = fields.number("value", -1e9, 1e9)
     if value is None:
-        raise invalid("value", "is required")
+        raise invalid(fields.name("value"), "is required")
+    if event is not None:
+        value -= sum(before for turn, name, before in entry.rewards if (turn, name) == (None, "reward"))
     name = read_id(fields, "name") or "reward"
     entry.note_reward(fields.text("turn_id", "") or None, name, value, read_id(fields, "id"))
     return {"id": entry.id, "rewards": len(entry.rewards)}

@@ -25,6 +25,7 @@ from turnwise.types import Completion, Message, SamplingParams, TokenDelta, Toke
 
 if TYPE_CHECKING:
     from turnwise.gateway.sessions import GatewaySession
+    from turnwise.recorder.token_session import TokenSession
 
 _TAIL = 64
 """Number of last ids in which a stop string is searched."""
@@ -75,8 +76,11 @@ async def record_turn(
     recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams, repeat: str | None = None
 ) -> Answer:
     """Record one turn, or ``repeat`` a recorded one, and return it; errors are the session's."""
-    options: dict[str, Any] = {"template_args": request.template_args, "key": request.key, "repeat": repeat}
-    done = await recorder.record(request.messages, request.tools, params, **options)
+    if request.prompt_ids is not None and repeat is None:
+        done = await cast("TokenSession", recorder).generate(request.prompt_ids, params, key=request.key)
+    else:
+        options: dict[str, Any] = {"template_args": request.template_args, "key": request.key, "repeat": repeat}
+        done = await recorder.record(request.messages, request.tools, params, **options)
     message = _for_agent(recorder, request, done.message)
     return _answer(reader, request, params, done.placement, [done.completion], message)
 
@@ -105,6 +109,7 @@ def _answer(
             for at in range(len(piece.token_ids))
         )
     sampled = np.concatenate([piece.token_ids for piece in pieces])
+    stop = _stop_string(reader, params, sampled, message)
     return Answer(
         message,
         prompt_tokens=placement.prompt_tokens,
@@ -114,8 +119,17 @@ def _answer(
         if message.get("reasoning_content")
         else 0,
         logprobs=logprobs,
-        stop=_stop_string(reader, params, sampled, message),
+        token_ids=sampled.tolist() if request.token_ids else (),
+        written="" if request.prompt_ids is None else _written(reader, sampled, stop),
+        stop=stop,
     )
+
+
+def _written(reader: Reader, sampled: TokenIds, stop: str | None) -> str:
+    """Return the text of sampled ids up to what ended them."""
+    ended = len(sampled) > 0 and int(sampled[-1]) in reader.stop_ids
+    text = reader.decode(sampled[:-1] if ended else sampled)
+    return text[: text.rfind(stop)] if stop and stop in text else text
 
 
 def _stop_string(reader: Reader, params: SamplingParams, sampled: TokenIds, message: Message) -> str | None:

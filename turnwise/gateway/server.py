@@ -34,6 +34,7 @@ from turnwise.model.core import LLMClient, Renderer
 from turnwise.placement.core import Inherited
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
+from turnwise.recorder.token_session import TokenSession
 from turnwise.seeding import stable_hash
 from turnwise.trajectory_file import TRAJECTORIES
 from turnwise.types import SamplingParams
@@ -156,7 +157,7 @@ def open_sessions(
         seed = settings.seed
         if seed is None and config.seed is not None:
             seed = stable_hash("session", config.seed, session_id)
-        session = Session(
+        session = TokenSession(
             client,
             renderer,
             id=session_id,

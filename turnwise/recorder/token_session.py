@@ -68,7 +68,12 @@ class TokenSession(Session):
     _left_out: dict[int, npt.NDArray[np.bool_]] | None = None
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, tools: Sequence[ToolSchema] = ()
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[ToolSchema] = (),
+        key: str = "",
     ) -> RecordedTurn:
         """Sample a completion of exactly these ids and record both.
 
@@ -76,6 +81,7 @@ class TokenSession(Session):
             prompt_ids: The whole prompt.
             params: Sampling parameters instead of the session's.
             tools: Used to parse calls of the completion; not part of the prompt.
+            key: What its repetitions have in common.
 
         Raises:
             SessionError: No ids, or the client broke its contract.
@@ -90,6 +96,7 @@ class TokenSession(Session):
         elif self.gate is not None:
             await self.gate.admit(first=False)
         request = self._place_ids(prompt, params)
+        request.key = key
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.placement(), completion, self._commit_ids(request, completion, tools))

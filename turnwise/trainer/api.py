@@ -144,7 +144,7 @@ class Trainer:
         Args:
             algorithm: A name (``"grpo"``, ``"gspo"``, ``"ppo"``), an ``AlgorithmConfig`` or a mapping of its keys; or a
                 training loop, an async function ``run(training)`` (:class:`~turnwise.trainer.training.Training`). By
-                default as configured. May also be an agent, as in Agent-Lightning.
+                default as configured. May also be an agent.
             train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as in ``tasks``;
                 by default the configured one.
             val_dataset: Held-out tasks, in the same forms.

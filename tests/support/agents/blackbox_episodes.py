@@ -70,6 +70,8 @@ def spec(member: int = 0, task: Task | None = None) -> EpisodeSpec:
     return EpisodeSpec(task or Task("t", "go"), "g", member=member, env_seed=SEED, sampling_seed=11 + member)
 
 
-async def run_episode(script: Script | list[Any], agent: dict[str, Any], **rollout: Any) -> EpisodeOutcome:
+async def run_episode(
+    script: Script | list[Any], agent: dict[str, Any], *, task: Task | None = None, **rollout: Any
+) -> EpisodeOutcome:
     async with asyncio.timeout(60), running(script, agent, **rollout) as runner:
-        return await runner.run(spec())
+        return await runner.run(spec(task=task))

@@ -121,6 +121,13 @@ class DiesOnce(ReActAgent):
         await super().run(episode)
 
 
+class Silent(Agent):
+    """Never asks the model, and is worth half a point."""
+
+    async def run(self, episode: Episode) -> None:
+        episode.reward(0.5)
+
+
 NAMES = ("loop", "proxied", "silent")
 # What stands in a file of agents: verl's spelling and two of ours.
 FILE = """
@@ -128,7 +135,7 @@ FILE = """
   _target_: {loop}
   max_calls: 3
 - {{name: proxied, class: "support.agents.user_agents:proxied", config: {{turns: 3}}}}
-- {{name: silent, target: "support.agents.lit_agent:Silent"}}
+- {{name: silent, target: "support.agents.user_agents:Silent"}}
 """
 
 
@@ -142,7 +149,7 @@ def tasks(n: int = 6) -> Iterator[dict[str, Any]]:
 async def proxied(task: dict[str, Any], llm: LLM, rollout: Rollout, episode: Episode, *, turns: int) -> float:
     """Talks to its endpoint with the official client; rewards each call, and the answer by itself."""
     assert (task["id"], rollout.mode) in {(f"task-{n}", mode) for n in range(9) for mode in ("train", "val")}
-    client = AsyncOpenAI(base_url=llm.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id), api_key=llm.api_key)
+    client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key)
     messages: list[Any] = list(episode.observation)
     tools = [tool.to_json() for tool in episode.tools]
     async with client:

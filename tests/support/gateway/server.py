@@ -27,6 +27,7 @@ from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
+from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.audit import audit_files
 from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, ToolSchema
@@ -92,7 +93,7 @@ async def serving(
     recorders: list[Session] = []
 
     def open_session(session_id: str, settings: SessionSettings, began: datetime) -> Any:
-        session = Session(
+        session = TokenSession(
             ledger,
             renderer,
             id=session_id,

@@ -97,7 +97,7 @@ async def test_a_function_of_a_task_and_a_model() -> None:
     assert not on_loop
     assert task == {"id": "t1", "prompt": "say 42", "answer": "42"}
     assert llm.sampling_parameters == {"temperature": 0.7, "top_p": 1.0, "max_tokens": 9}
-    assert llm.get_base_url("r", "a") == llm.endpoint == f"{llm.anthropic_endpoint}/v1"
+    assert llm.endpoint == f"{llm.anthropic_endpoint}/v1"
     assert (attempt.mode, attempt.input, attempt.attempt.sequence_id) == ("val", task, 1)
     assert trajectory.id == attempt.attempt.attempt_id == f"{attempt.rollout_id}.0"
     assert trajectory.rewards == [(None, "reward", 1.0)]
@@ -113,7 +113,6 @@ async def test_a_model_by_its_type_and_a_reward_that_is_emitted() -> None:
     ("make", "message"),
     [
         (lambda: rollout(lambda task: 1.0), "takes 'episode', or 'task' and 'llm'"),
-        (lambda: rollout(lambda llm, prompt_template: 1.0), "prompts are not tuned here"),
         (lambda: rollout(lambda episode: 1.0), "write 'async def'"),
         (lambda: native.make_agent(suffix="x"), "does not take its configuration {'suffix': 'x'}"),
         (lambda: native.make_agent(episode=1), "config sets episode"),

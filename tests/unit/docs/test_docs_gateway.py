@@ -73,6 +73,8 @@ async def test_routes_of_the_gateway_page_exist() -> None:
             body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}], "max_tokens": 9}
             if path.endswith("responses"):
                 body = {"model": "m", "input": "Go."}
+            if path == "/v1/completions":
+                body = {"model": "m", "prompt": [1, 2], "max_tokens": 9}
             method = "GET" if path.endswith("models") else "POST"
             async with served.http.request(method, opened["path"] + path, json=body) as answer:
                 assert answer.status == 200, path

@@ -78,6 +78,23 @@ async def test_only_the_right_key_opens_a_door() -> None:
         assert (await post(served, one["path"] + "/v1/chat/completions", ASK))[0] == 404
 
 
+async def test_last_reward_event_is_the_reward() -> None:
+    async with serving(lambda _: SAID) as served:
+        opened = await served.open(id="one")
+        key = {"authorization": f"Bearer {opened['reward_key']}"}
+        for value in (0.25, -1.0, 0.75):
+            event = {"event_type": "reward", "data": {"value": value, "source": "agent"}}
+            assert (await post(served, "/sessions/one/rewards", event, **key))[0] == 200
+        note = {"event_type": "note", "data": {"text": "x"}}
+        assert (await post(served, "/sessions/one/rewards", note, **key))[0] == 200
+        for data, message in (({}, "data.value: is required"), ("x", "data: must be an object"), ({"v": 1}, "unknown")):
+            status, body = await post(served, "/sessions/one/rewards", {"event_type": "reward", "data": data}, **key)
+            assert status == 400
+            assert message in body["error"]["message"]
+        _, body = await post(served, "/sessions/one/finalize", {}, **ADMIN_HEADERS)
+        assert sum(reward for *_, reward in body["trajectory"]["rewards"]) == 0.75
+
+
 async def test_a_token_as_key_serves_clients_without_a_path() -> None:
     async with serving(lambda _: SAID) as served:
         opened = await served.open()
@@ -480,7 +497,6 @@ async def test_tool_schemas_that_name_no_parameters_are_refused(schema: dict[str
 @pytest.mark.parametrize(
     ("method", "route", "words"),
     [
-        ("POST", "v1/completions", "local-chat-completions"),
         ("GET", "v1/responses/resp_1", "previous_response_id"),
         ("POST", "v1/responses/compact", "compact in the agent"),
         ("POST", "tokenize", "count_tokens"),

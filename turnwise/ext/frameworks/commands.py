@@ -152,10 +152,13 @@ def convert_config(
     """
     import json
 
+    from turnwise.ext.frameworks.convert.agent_lightning import translate_agent_lightning
     from turnwise.ext.frameworks.convert.options import read_options
     from turnwise.ext.frameworks.convert.verl_running import translate_verl
 
-    translation = translate_verl(read_options(source))
+    settings = read_options(source)
+    translate = translate_agent_lightning if "agentlightning.local.agent_class" in settings else translate_verl
+    translation = translate(settings)
     if as_json:
         typer.echo(json.dumps({"config": translation.config, **translation.report()}))
     elif out is None:

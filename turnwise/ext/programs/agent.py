@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from turnwise.agents.core import Agent, Episode
+from turnwise.agents.registry import row_of
 from turnwise.errors import AgentError, shown, undo_on_error
 from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, read_config, resolve_recipe
 from turnwise.ext.programs.mounts import paths_within
@@ -28,6 +29,7 @@ from turnwise.ext.programs.program import (
     Workers,
     count_oom_kills,
 )
+from turnwise.ext.programs.reward_events import RewardEvents
 from turnwise.ext.programs.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.ext.programs.tool_server import ToolServer
 from turnwise.ext.programs.workdir import (
@@ -38,7 +40,9 @@ from turnwise.ext.programs.workdir import (
     environment,
     fill,
     observation_values,
+    placeholders_in,
     read_answer,
+    row_values,
     shell_tools,
 )
 from turnwise.gateway.local import SessionEndpoint
@@ -114,6 +118,8 @@ class BlackBoxAgent(Agent):
         self._config: BlackBoxConfig = read_config(config)
         self._recipe = resolve_recipe(self._config)
         self._mounts = mounts_of(self._config, self._recipe)
+        texts = (*self._recipe.command, *self._recipe.env.values(), *self._recipe.files.values())
+        self._posts_rewards = "event_url" in placeholders_in(texts)
         limit = self._config.max_concurrent
         self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._workers = Workers(self._config.workers, self._start_worker) if self._config.workers else None
@@ -140,6 +146,11 @@ class BlackBoxAgent(Agent):
                 stack.push_async_callback(offered.close)
             url = endpoint.url if sandbox is None else await endpoint.serve_at(await sandbox.listen())
             values = self._values(episode, url, offered)
+            events = None
+            if self._posts_rewards:
+                events = await RewardEvents.start(None if sandbox is None else await sandbox.listen())
+                stack.push_async_callback(events.close)
+                values["event_url"] = events.url
             oom_kills = count_oom_kills() if sandbox is None else None
             state = _RunState(episode, endpoint, offered, values, time.monotonic(), oom_kills)
             if sandbox is not None:
@@ -149,6 +160,8 @@ class BlackBoxAgent(Agent):
             else:
                 end = await self._run_in_workdir(state)
             self._count_metrics(state, end)
+            if events is not None and events.value is not None and not episode.ended:
+                episode.reward(events.value)
             await self._conclude(state, end)
 
     async def close(self) -> None:
@@ -356,6 +369,7 @@ class BlackBoxAgent(Agent):
     def _values(self, episode: Episode, url: str, offered: ToolServer | None) -> dict[str, str]:
         return {
             **observation_values(episode.observation),
+            **row_values(row_of(episode)),
             "tools": shell_tools(offered.schemas) if offered is not None else "",
             "model": self._config.model,
             "api_key": API_KEY,
@@ -364,6 +378,7 @@ class BlackBoxAgent(Agent):
             "anthropic_base_url": url,
             "tools_url": offered.url if offered is not None else "",
             "mcp_url": offered.mcp_url if offered is not None else "",
+            "event_url": "",
             "python": sys.executable,
             "context_length": str(episode.limits.context_length),
             "max_turns": str(episode.limits.max_turns),

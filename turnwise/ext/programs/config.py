@@ -18,7 +18,7 @@ from turnwise.config import Section
 from turnwise.errors import AgentError, nearest, shown
 from turnwise.ext.programs.mounts import program_paths, read_mount
 from turnwise.ext.programs.recipes import Dialect, Recipe, recipe_of
-from turnwise.ext.programs.workdir import PLACEHOLDERS, fill, placeholders_in
+from turnwise.ext.programs.workdir import INPUT, PLACEHOLDERS, fill, placeholders_in
 from turnwise.sandboxes.core import Mount
 
 _RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
@@ -35,8 +35,8 @@ class BlackBoxConfig(Section):
     """A program as an agent. Texts may hold placeholders.
 
     Attributes:
-        recipe: Defaults of the keys below: ``program`` (none), ``claude_code``, ``codex``, ``mini_swe_agent``,
-            ``opencode`` or ``pkg.mod:RECIPE``.
+        recipe: Defaults of the keys below: ``program`` (none), ``agent_lightning``, ``claude_code``, ``codex``,
+            ``mini_swe_agent``, ``opencode`` or ``pkg.mod:RECIPE``.
         command: Command line, a list or a text in shell syntax; no shell runs it.
         program: Replaces the path of the recipe's program.
         arguments: Appended arguments.
@@ -163,7 +163,7 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
         raise AgentError(f"blackbox: pass_env names {', '.join(missing)}, which this process does not have")
     # A name close to a placeholder is misspelt; others may be syntax of the program.
     for text in (*recipe.command, recipe.prompt, recipe.stdin):
-        for name in sorted(placeholders_in([text]) - set(PLACEHOLDERS)):
+        for name in sorted(placeholders_in([text]) - {*PLACEHOLDERS, INPUT}):
             hint = nearest(name, PLACEHOLDERS)
             if hint:
                 raise AgentError(f"blackbox: there is no placeholder {{{name}}}{hint}")

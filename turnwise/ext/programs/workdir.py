@@ -23,10 +23,12 @@ API_KEY: Final = "turnwise"
 """The key that a program sends: its address alone identifies it."""
 PLACEHOLDERS: Final = (
     "prompt", "prompt_file", "task", "system", "user", "tools", "model", "api_key", "base_url", "openai_base_url",
-    "anthropic_base_url", "tools_url", "mcp_url", "home", "work", "python", "context_length", "max_turns",
+    "anthropic_base_url", "tools_url", "mcp_url", "event_url", "home", "work", "python", "context_length", "max_turns",
 )  # fmt: skip
 """What texts of a recipe may hold in braces; docs/external-agents.md says what each stands for."""
-_PLACEHOLDER: Final = re.compile(r"\{([a-z_]+)(!j)?\}")
+_PLACEHOLDER: Final = re.compile(r"\{([a-z_]+|input\.[^{}!]+)(!j)?\}")
+INPUT: Final = "input"
+"""The row of the task, as JSON; ``input.COLUMN`` is one column, ``input.COLUMN.KEY`` what is in it."""
 MAX_RESULT_BYTES: Final = 4 * 2**20
 """Maximum bytes of a file that holds an answer."""
 _MAX_ARGUMENT_BYTES: Final = 131_071
@@ -41,6 +43,9 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
+            if match[1].startswith(f"{INPUT}.") and INPUT in values:
+                columns = ", ".join(json.loads(values[INPUT]))
+                raise AgentError(f"blackbox: {match[0]}: the task has no such column; it has {columns}")
             return match[0]
         return json.dumps(values[match[1]], ensure_ascii=False) if match[2] else values[match[1]]
 
@@ -71,6 +76,20 @@ def observation_values(observation: Sequence[Message]) -> dict[str, str]:
     return {
         name: clean("\n\n".join(filter(None, texts))).replace("\0", "\ufffd") for name, texts in texts_by_name.items()
     }
+
+
+def row_values(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the placeholder values of a row and of all that is in it: texts as they are, the rest as JSON."""
+    values: dict[str, str] = {}
+
+    def add(name: str, value: Any) -> None:
+        values[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, (Mapping, list)):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                add(f"{name}.{key}", item)
+
+    add(INPUT, row)
+    return {name: clean(text).replace("\0", "\ufffd") for name, text in values.items()}
 
 
 def shell_tools(tools: Sequence[ToolSchema]) -> str:

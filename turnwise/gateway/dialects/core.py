@@ -85,6 +85,8 @@ class ChatRequest:
         guide: Structured output, or None.
         guide_field: The field of the body that asks for it.
         logprobs: Whether log-probabilities of sampled tokens are returned.
+        token_ids: Whether their ids are.
+        prompt_ids: The whole prompt, in place of messages.
         reasoning: Whether the reasoning is returned.
         options: Requested template options.
         template_args: Template arguments derived from them.
@@ -104,6 +106,8 @@ class ChatRequest:
     guide: Guide | None = None
     guide_field: str = ""
     logprobs: bool = False
+    token_ids: bool = False
+    prompt_ids: Sequence[int] | None = None
     reasoning: bool = True
     options: TemplateOptions = NO_TEMPLATE_OPTIONS
     template_args: Mapping[str, Any] = field(default_factory=dict)
@@ -134,6 +138,8 @@ class Answer:
         cached_tokens: Prompt tokens served from the cache.
         reasoning_tokens: Sampled tokens of reasoning, without its markers.
         logprobs: Of the sampled tokens, if requested.
+        token_ids: The sampled ids, if requested.
+        written: Their text as sampled, where the prompt was given as ids.
         stop: The stop string that ended it, or None.
     """
 
@@ -143,6 +149,8 @@ class Answer:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: Sequence[int] = ()
+    written: str = ""
     stop: str | None = None
 
     @property

@@ -174,6 +174,7 @@ CHAT = _table(
         **_refuse("use reasoning_effort or chat_template_kwargs", "reasoning thinking enable_thinking thinking_budget"),
         **_refuse("reasoning is part of every answer: remove it", "include_reasoning", True),
     },
+    return_token_ids=Accepted(True),
     messages=KindTable(
         "role",
         "",

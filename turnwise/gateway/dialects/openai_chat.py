@@ -92,6 +92,7 @@ class OpenAIChat:
             guide_field=resolved.field,
             ignored=resolved.ignored | ignored,
             logprobs=logprobs,
+            token_ids=fields.flag("return_token_ids"),
             options=read_template_options(
                 fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")
             ),
@@ -288,6 +289,7 @@ def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
         "message": message,
         "logprobs": _logprobs(answer) if request.logprobs else None,
         "finish_reason": _finish_reason(answer),
+        **({"token_ids": answer.token_ids} if request.token_ids else {}),
     }
 
 

@@ -1,110 +1,58 @@
-"""Agents written for Agent-Lightning: ``import turnwise.ext.frameworks.compat.lightning as agl``."""
+"""Agent-Lightning 1.0: its training entry point, for agents that are classes with ``run()``."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from turnwise.agents.core import Agent, Episode
-from turnwise.agents.outcome import apply_result, emit_reward, use_episode
-from turnwise.agents.registry import (
-    LLM,
-    Attempt,
-    NamedResources,
-    Rollout,
-    RolloutFunction,
-    RolloutMode,
-    call_function,
-    llm_of,
-    rollout,
-    rollout_of,
-    row_of,
-)
-from turnwise.errors import AgentError
+from turnwise.errors import ConfigError
+from turnwise.ext.frameworks.convert.agent_lightning import translate_agent_lightning
+from turnwise.ext.frameworks.convert.options import options_of
 
-__all__ = [
-    "LLM",
-    "Attempt",
-    "LitAgent",
-    "NamedResources",
-    "Rollout",
-    "RolloutFunction",
-    "RolloutMode",
-    "emit_exception",
-    "emit_message",
-    "emit_object",
-    "emit_reward",
-    "rollout",
-]
+if TYPE_CHECKING:
+    from turnwise.trainer.train import TrainSummary
 
-RowT = TypeVar("RowT")
+__all__ = ["run_ppo"]
+
 _log = logging.getLogger(__name__)
 
 
-class LitAgent(Agent, Generic[RowT]):
-    """An agent class with one method for each kind of rollout.
+def run_ppo(
+    config: Mapping[str, Any], train_dataset: Sequence[Mapping[str, Any]], val_dataset: Sequence[Mapping[str, Any]]
+) -> TrainSummary:
+    """Train as ``agentlightning.verl.entrypoint.run_ppo`` does, without a server or a controller beside it.
 
-    Write ``rollout(task, resources, rollout)``, or ``training_rollout`` and ``validation_rollout``, or any of them with
-    suffix ``_async``; each of the latter two stands in for the other. A plain method runs in a thread. The older form
-    ``(task, rollout_id, resources)`` is accepted. ``resources["main_llm"]`` is the :class:`LLM`. The return value is
-    that of a ``@rollout`` function.
+    Options without a counterpart that matter are logged as warnings, with what to do.
+
+    Args:
+        config: Options of verl and the section ``agentlightning``, as nested mappings (OmegaConf's are such).
+        train_dataset: Rows; ``env_map`` names what the agent reads of them.
+        val_dataset: Held-out rows.
 
     Raises:
-        AgentError: None of the methods is defined.
+        ConfigError: A dataset is empty, the agent's class is not named, or an option has a value that is invalid here.
     """
+    from turnwise import Trainer
 
-    def __init__(self, *, trained_agents: str | None = None) -> None:
-        """Accept the arguments of Agent-Lightning's class; a subclass may have its own.
-
-        Args:
-            trained_agents: Ignored: the trained policy's sessions are trained.
-        """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._methods = {kind: _method(cls, kind) for kind in ("training", "validation")}
-
-    _methods: dict[str, str | None]
-
-    async def run(self, episode: Episode) -> None:
-        """Run one episode."""
-        name = self._methods["training" if episode.partition == "train" else "validation"]
-        if name is None:
-            raise AgentError(
-                f"{type(self).__qualname__} defines no rollout, training_rollout or validation_rollout, nor any "
-                "of these with the suffix _async"
+    for name, rows in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
+        if not len(rows):
+            raise ConfigError(f"{name} holds no row: give at least one")
+    options = options_of(config)
+    translation = translate_agent_lightning(options)
+    translation.remedies.pop("trainer.total_epochs", None)
+    if "steps" not in translation.config:
+        batches = len(train_dataset) // translation.config["batch"]["groups"]
+        if not batches:
+            raise ConfigError(
+                f"data.train_batch_size is {translation.config['batch']['groups']}, and train_dataset has "
+                f"{len(train_dataset)} rows: give more rows, or a smaller batch"
             )
-        method: Callable[..., Any] = getattr(self, name)
-        rollout = rollout_of(episode)
-        resources: NamedResources = {"main_llm": await llm_of(episode)}
-        older = "rollout_id" in inspect.signature(method).parameters
-        arguments = (rollout.rollout_id, resources) if older else (resources, rollout)
-        with use_episode(episode):
-            await apply_result(episode, await call_function(episode, method, row_of(episode), *arguments))
-
-
-def _method(cls: type[LitAgent[Any]], kind: str) -> str | None:
-    """Return the method for a kind of rollout: its own, the common one, or that of the other kind."""
-    other = "validation" if kind == "training" else "training"
-    for name in (f"{kind}_rollout", "rollout", f"{other}_rollout"):
-        for candidate in (f"{name}_async", name):
-            if callable(getattr(cls, candidate, None)):
-                return candidate
-    return None
-
-
-def emit_message(message: str, *args: object, **kwargs: object) -> None:  # noqa: ARG001 - of the other signature
-    """Log a message."""
-    _log.info("%s", message)
-
-
-def emit_object(obj: object, *args: object, **kwargs: object) -> None:  # noqa: ARG001 - of the other signature
-    """Log an object."""
-    _log.info("%r", obj)
-
-
-def emit_exception(exception: BaseException, *args: object, **kwargs: object) -> None:  # noqa: ARG001 - the same
-    """Log an exception. Only a raised one ends the episode."""
-    _log.warning("%s: %s", type(exception).__name__, exception, exc_info=exception)
+        translation.set("steps", batches * options.read("trainer.total_epochs", 30), "trainer.total_epochs")
+    every = options.read("trainer.test_freq", -1)
+    translation.config.setdefault("eval", {"every": every if every > 0 else None})
+    for option, remedy in translation.remedies.items():
+        _log.warning("%s: %s", translation.options.spelling(option), remedy)
+    return Trainer(translation.config).fit(
+        None, [dict(row) for row in train_dataset], [dict(row) for row in val_dataset]
+    )

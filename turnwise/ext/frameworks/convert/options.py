@@ -56,6 +56,10 @@ class Options:
         self._read.add(name)
         return self._values.get(name, default)
 
+    def replace(self, name: str, value: Any) -> None:
+        """Set the value of an option."""
+        self._values[name] = value
+
     def spelling(self, name: str) -> str:
         """Return the name as it was written."""
         return self._spelling.get(name, name)
@@ -83,6 +87,11 @@ def read_options(source: Sequence[str]) -> Options:
     if file.suffix in (".yaml", ".yml"):
         return Options(_file_options(file))
     return Options(_command_options(_script_arguments(file)))
+
+
+def options_of(config: Mapping[str, Any]) -> Options:
+    """Return the options of a configuration in nested mappings."""
+    return Options(dict(_leaves(config)))
 
 
 def _canonical(name: str) -> str:
@@ -136,8 +145,10 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for key, value in section.items():
         if key in ("_target_", "defaults"):
             continue
-        if isinstance(value, dict) and value and key not in _FREE_SECTIONS:
+        if isinstance(value, Mapping) and value and key not in _FREE_SECTIONS:
             yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield f"{prefix}{key}", list(value)
         elif value not in ({}, None):
             yield f"{prefix}{key}", value
 

@@ -1,4 +1,4 @@
-"""``trainer.fit`` as Agent-Lightning documents it: an agent, rows, an algorithm object; only imports are others."""
+"""``trainer.fit`` with an agent function, rows in memory, and an algorithm or a training loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any, TypedDict
 import pytest
 from openai import AsyncOpenAI
 
-# In Agent-Lightning: import agentlightning as agl; agl.Trainer(algorithm=agl.VERL(...), n_runners=4).
 import turnwise
-import turnwise.ext.frameworks.compat.lightning as agl
 from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent
+from turnwise.agents.registry import LLM, rollout
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.config.train import TrainConfig
@@ -28,8 +27,8 @@ class Question(TypedDict):
 ROWS: list[Question] = [{"question": f"Who is person {n}?", "answer": str(n)} for n in range(5)]
 
 
-@agl.rollout
-async def short_answers(task: Question, llm: agl.LLM) -> float:
+@rollout
+async def short_answers(task: Question, llm: LLM) -> float:
     client = AsyncOpenAI(base_url=llm.endpoint, api_key="dummy")
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     response = await client.chat.completions.create(model=llm.model, messages=messages, **llm.sampling_parameters)
