@@ -120,13 +120,15 @@ async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(t
         transport.close()
 
 
-async def test_factors_of_an_adapter_update_of_a_hundred_thousandth_are_served_in_full(
-    smollm2: Path, tmp_path: Path
+# In bfloat16 a log-probability has noise of 0.07 (SmolLM2): 400 of them show more than an update of 1e-5 alone.
+@pytest.mark.parametrize(("dtype", "lr", "least"), [("float32", 1e-5, 0.98), ("bfloat16", 1e-4, 0.5)])
+async def test_updates_of_an_adapter_show_in_the_log_probabilities_of_a_server(
+    smollm2: Path, tmp_path: Path, dtype: str, lr: float, least: float
 ) -> None:
-    learner, rows = learner_of(smollm2, 1e-5, {"rank": 16}), rows_of(40_000, 2, 200)
+    learner, rows = learner_of(smollm2, lr, {"rank": 16}), rows_of(40_000, 2, 200)
     adapter = learner.adapter
     assert adapter is not None
-    config = vllm_config(dtype="bfloat16", max_context=1024, kv_tokens=8192)
+    config = vllm_config(dtype=dtype, max_context=1024, kv_tokens=8192)
     fleet = ReplicaSet(config, smollm2, logs=tmp_path / "logs", adapters={"main": adapter.rank})
     transport = SharedMemoryTransport()
     try:
@@ -139,8 +141,7 @@ async def test_factors_of_an_adapter_update_of_a_hundred_thousandth_are_served_i
         for version in UPDATES:
             update(learner, rows)
             named = replace(adapter, name="main")
-            sent = partial(send_weights, learner, dtype=torch.bfloat16)
-            manifest = await transport.publish(sent, fleet.replicas, version, adapter=named)
+            manifest = await transport.publish(partial(send_weights, learner), fleet.replicas, version, adapter=named)
             assert manifest.nbytes < 0.1 * sum(file.stat().st_size for file in smollm2.glob("*.safetensors"))
             [*_, loaded] = replica._named["main"]
             assert (
@@ -149,7 +150,11 @@ async def test_factors_of_an_adapter_update_of_a_hundred_thousandth_are_served_i
             )
             trained = torch.cat(learner.logprobs(pack(rows, 1024)))
             served = await served_scores(fleet.client_of("main"), rows)
-            assert float((served - trained).abs().mean()) < 2 * noise, version
+            assert float((served - trained).abs().mean()) < 2 * noise + 1e-4, version
+            change = trained - initial
+            share = float(((served - at_launch) * change).sum() / change.square().sum())
+            if dtype == "float32" or version == UPDATES[-1]:
+                assert least < share < 2 - least, version
     finally:
         await fleet.close()
         transport.close()
