@@ -29,6 +29,7 @@ from turnwise.trainer.train import TrainSummary, run_train, train
 
 pytestmark = pytest.mark.long
 SHARED_MEMORY = Path("/dev/shm")
+FSDP = {"engine": "fsdp", "engine_options": {"ranks": 2, "expert_parallel": 2}, "model": {"threads": 2}}
 BORDERS = ("rollout_end", "train_begin", "train_end", "rollout_begin")
 
 
@@ -136,11 +137,18 @@ def mixture(lookup_model: Path, directory: Path) -> Path:
     return directory
 
 
-def test_a_mixture_replays_the_experts_of_servers_that_slept(lookup_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"layout": "colocated"}, {"policies": {"main": FSDP}}],
+    ids=["servers that slept", "experts of two ranks"],
+)
+def test_a_mixture_replays_the_experts_of_its_servers(
+    lookup_model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     # Random weights earn nothing, and would not be trained.
     algorithm = {"drop_zero_variance": False, "entropy_coef": 0.01}
     model = mixture(lookup_model, tmp_path / "model")
-    config = train_config(model, tmp_path, layout="colocated", inference={"routed_experts": True}, algorithm=algorithm)
+    config = train_config(model, tmp_path, inference={"routed_experts": True}, algorithm=algorithm, **changes)
     run = run_train(config, console=silent()).directory
     steps = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
     assert len(steps) == 2
