@@ -71,7 +71,7 @@ def test_model_that_is_too_large_is_refused_with_its_size(tmp_path: Path) -> Non
         check_machine(policy(path), servers, key=KEY)
     text = str(raised.value)
     assert text.startswith(f"{KEY}.path is {path}, a model of 1e+04 billion parameters: it needs at least 240,000.0 GB")
-    assert "moments in float32 160,000.0 GB, the weights of 2 servers 80,000.0 GB" in text
+    assert "moments 160,000.0 GB, the weights of 2 servers 80,000.0 GB" in text
     assert f"this machine has {machine_memory() / 1e9:,.1f} GB" in text
     for remedy in ("smaller model", f"{KEY}.lora.rank: 16", "inference.dtype: bfloat16", "lower inference.replicas"):
         assert remedy in text
@@ -86,8 +86,10 @@ def test_ranks_share_the_memory_of_a_policy(tmp_path: Path, monkeypatch: pytest.
     path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
     options = {"ranks": 4}
     config = {"model": {"path": path, "device": "cpu"}, "engine": "fsdp", "engine_options": options}
-    with pytest.raises(ConfigError, match=r"at least 160,000\.0 GB .* moments in float32 160,000\.0 GB\)"):
+    with pytest.raises(ConfigError, match=r"at least 160,000\.0 GB .* moments 160,000\.0 GB\)"):
         check_machine(PolicyConfig.model_validate(config), key=KEY)
+    with pytest.raises(ConfigError, match=r"moments 100,000\.0 GB\)"):
+        check_machine(PolicyConfig.model_validate({**config, "optim": {"name": "adamw_int8"}}), key=KEY)
     # On GPUs each has its part of it.
     monkeypatch.setattr("turnwise.trainer.run.machine.pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr("turnwise.engine.capacity.device_memory", lambda device: (int(39_999e9), f"the {device.type}"))

@@ -28,7 +28,8 @@ from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.torch_learner import pick_device
 
-_MOMENTS = {"adamw": 2, "muon": 1}
+# In numbers of float32.
+_MOMENTS = {"adamw": 2, "adamw_int8": 0.5, "muon": 1}
 
 
 def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None, *, key: str = "model") -> list[str]:
@@ -86,10 +87,10 @@ def _trainer_needs(
     """Yield what the engine puts where; nothing for a custom engine."""
     if policy.engine not in ("torch", "fsdp"):
         return
-    copies, part = 2 + _MOMENTS[policy.optim.name], "weights, gradients and moments in float32"
+    copies, part = 2 + _MOMENTS[policy.optim.name], "weights, gradients and moments"
     if policy.model.lora is not None:
         copies, part = 1, "frozen weights in float32"
-    total = 4 * copies * size.parameters
+    total = int(4 * copies * size.parameters)
     if policy.engine == "torch" or on_cpu(device):
         # Ranks on the CPU share the memory of one machine.
         yield device, MemoryNeed(f"the trainer's {part}", total)
