@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from turnwise.cli.app import app
-from turnwise.envs import EnvSpec
+from turnwise.envs import EnvSpec, ToolEnv
 from turnwise.envs.catalogue import count_tasks, describe, first_observation
-from turnwise.envs.registration import env_names
+from turnwise.envs.registration import env_names, register
 from turnwise.errors import RegistryError
+from turnwise.tools.core import function_tool
 
 OWN = '''
 from turnwise import Task, ToolEnv, function_tool
@@ -74,9 +75,17 @@ def test_every_registered_environment_is_listed_with_its_summary() -> None:
 
 @pytest.mark.ext
 def test_environments_that_plug_in_are_listed_with_their_first_tools() -> None:
-    text = run("envs")
-    assert "cancel_order, change_order_address" in text
-    assert "and 11 more" in text
+    assert "list_tables, describe_table, query" in run("envs")
+
+
+def test_list_names_four_tools_and_counts_the_others() -> None:
+    def note(self: ToolEnv, text: str) -> str:
+        """Note a text."""
+        return text
+
+    tools = {f"note_{number}": function_tool(name=f"note_{number}")(note) for number in range(6)}
+    register("many_tools", type("ManyTools", (ToolEnv,), {"__doc__": "Notes texts.", **tools}))
+    assert "note_0, note_1, note_2, note_3 and 2 more" in run("envs")
 
 
 def test_environment_is_shown_with_its_first_observation(env_file: str) -> None:

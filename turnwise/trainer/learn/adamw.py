@@ -19,19 +19,12 @@ _PIECE = 1 << 21
 _LEVELS = {torch.int8: 127.0, torch.uint8: 255.0}
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW by torch's fused kernel; of ``int8``, moments are float32 while a piece of a parameter is updated."""
-
-    def __init__(self, groups: Any, *, state_dtype: str, **settings: Any) -> None:
-        """Take parameter groups, ``float32`` or ``int8``, and torch's settings."""
-        super().__init__(groups, fused=True, **settings)
-        self._state_dtype = state_dtype
+class Int8AdamW(torch.optim.AdamW):
+    """AdamW by torch's fused kernel, whose moments are float32 only while a piece of a parameter is updated."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
         """Update the parameters that have a gradient."""
-        if self._state_dtype == "float32":
-            return super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
-from turnwise.trainer.learn.adamw import AdamW
+from turnwise.trainer.learn.adamw import Int8AdamW
 
 _SAMPLED = 4096
 """Elements of a tensor, at most, that tell how far a step moves the weights."""
@@ -149,8 +149,9 @@ class OptimizerSet:
                 {"params": [*group.values()], "weight_decay": config.weight_decay if decays else 0.0}
                 for (_, decays), group in groups.items()
             ]
-            rates = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-            self.optimizers.append(AdamW(settings, state_dtype=config.state_dtype, **rates))
+            rates: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+            adamw = Int8AdamW if config.state_dtype == "int8" else torch.optim.AdamW
+            self.optimizers.append(adamw(settings, fused=True, **rates))
             self.names.append([name for group in groups.values() for name in group])
         self.state_dtype = config.state_dtype
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
