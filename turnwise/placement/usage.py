@@ -18,6 +18,8 @@ from typing import ClassVar
 from turnwise.model.core import MemoryUse
 
 _PROC = Path("/proc")
+_PEAKS: dict[int, int] = {}
+"""Largest peak that this process has read of itself, by its id: a fork begins anew."""
 
 
 def process_memory(pid: int | None = None, *, device_peak: int = 0) -> MemoryUse:
@@ -32,8 +34,15 @@ def process_memory(pid: int | None = None, *, device_peak: int = 0) -> MemoryUse
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = usage if sys.platform == "darwin" else 1024 * usage
         return MemoryUse(peak, peak, device_peak)
-    processes = [_read(_PROC / "self")] if pid is None else [_read(_PROC / str(member)) for member in _family(pid)]
+    processes = [_read_self()] if pid is None else [_read(_PROC / str(member)) for member in _family(pid)]
     return MemoryUse(sum(process[0] for process in processes), sum(process[1] for process in processes), device_peak)
+
+
+def _read_self() -> tuple[int, int]:
+    """Return (resident, peak) of this process in bytes; the peak never falls, as what the kernel adds up late may."""
+    resident, peak = _read(_PROC / "self")
+    _PEAKS[os.getpid()] = peak = max(peak, _PEAKS.get(os.getpid(), 0))
+    return resident, peak
 
 
 def _read(process: Path) -> tuple[int, int]:
