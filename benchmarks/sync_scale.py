@@ -49,9 +49,9 @@ SMALL = {**MODEL, "hidden_size": 512, "intermediate_size": 2048, "num_attention_
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=3, quick_repeats=2)
-    made.add_argument("--vllm-python", metavar="PATH")
-    arguments = parse(made)
+    options = parser(__doc__ or "", repeats=3, quick_repeats=2)
+    options.add_argument("--vllm-python", metavar="PATH")
+    arguments = parse(options)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="turnwise-bench-") as folder:
         settings = SMALL if arguments.quick else MODEL

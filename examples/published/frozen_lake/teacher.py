@@ -46,10 +46,10 @@ async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         env = FrozenLake()
         messages, info = await reset_env(env, None, seed=rng.getrandbits(62))
-        way = shortest_way(info["state"].splitlines()) if rng.random() < 0.2 else []
+        path = shortest_way(info["state"].splitlines()) if rng.random() < 0.2 else []
         done = False
         while not done:
-            move = way.pop(0) if way else rng.choices(MOVES, BLIND)[0]
+            move = path.pop(0) if path else rng.choices(MOVES, BLIND)[0]
             messages.append({"role": "assistant", "content": move})
             observation, _, terminated, truncated, _ = await step_env(env, messages[-1])
             done = terminated or truncated

@@ -40,7 +40,7 @@ def test_pictures_are_those_that_the_script_draws(
     plot = scripts["plot"]
     monkeypatch.setattr(plot, "IMAGES", tmp_path)
     plot.main()
-    drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
-    assert set(drawn) == {f"results-{name}.svg" for name in NAMES}
-    for name, picture in drawn.items():
+    pictures = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
+    assert set(pictures) == {f"results-{name}.svg" for name in NAMES}
+    for name, picture in pictures.items():
         assert picture == (DOCS / "images" / name).read_text()

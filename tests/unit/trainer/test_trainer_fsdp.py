@@ -367,7 +367,7 @@ def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
 
 def test_frozen_bfloat16_matrices_on_ranks_compute_what_float32_ones_do(two: WarmRanks, tmp_path: Path) -> None:
     path = save_model(make_model("qwen3").bfloat16(), tmp_path / "base")
-    whole, half, gathered = (
+    float32, half, gathered = (
         FSDPLearner(
             two,
             policy(path, model={"lora": {"rank": 4}, "compute_dtype": "bfloat16", "optimizations": names}),
@@ -380,13 +380,13 @@ def test_frozen_bfloat16_matrices_on_ranks_compute_what_float32_ones_do(two: War
             (["bfloat16_base"], Sharding(2, True)),
         )
     )
-    for learner in (whole, half, gathered):
+    for learner in (float32, half, gathered):
         step(learner)
-    exact = torch.cat(whole.logprobs(batches()))
+    exact = torch.cat(float32.logprobs(batches()))
     assert torch.equal(exact, torch.cat(half.logprobs(batches())))
-    assert gap(weights(whole), weights(half)) == 0.0
+    assert gap(weights(float32), weights(half)) == 0.0
     assert float((exact - torch.cat(gathered.logprobs(batches()))).abs().max()) < 0.2
-    for number, learner in enumerate((whole, half)):
+    for number, learner in enumerate((float32, half)):
         learner.save_model(tmp_path / str(number))
     saved = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(2)]
     assert {tensor.dtype for tensor in saved[1].values()} == {torch.float32}

@@ -327,21 +327,21 @@ def test_frozen_bfloat16_matrices_compute_what_float32_ones_do(
     else:
         save_family(family, base, initializer_range=0.1, dtype=torch.bfloat16)
     learners = [learner_of(base, compute_dtype="bfloat16", optimizations=names) for names in ([], ["bfloat16_base"])]
-    whole, half = (trained(learner, rows) for learner in learners)
-    for learner in (whole, half):
+    float32, half = (trained(learner, rows) for learner in learners)
+    for learner in (float32, half):
         assert all(
             parameter.dtype == torch.float32
             for parameter in learner.policy.model.parameters()
             if parameter.requires_grad
         )
-    assert torch.equal(logprobs(whole, rows), logprobs(half, rows))
-    for (name, factor), (_, other) in zip(whole.export_weights(), half.export_weights(), strict=True):
+    assert torch.equal(logprobs(float32, rows), logprobs(half, rows))
+    for (name, factor), (_, other) in zip(float32.export_weights(), half.export_weights(), strict=True):
         assert torch.equal(factor, other), name
     sizes = [
-        sum(p.nbytes for p in learner.policy.model.parameters() if not p.requires_grad) for learner in (whole, half)
+        sum(p.nbytes for p in learner.policy.model.parameters() if not p.requires_grad) for learner in (float32, half)
     ]
     assert sizes[1] < 0.7 * sizes[0]
-    for number, learner in enumerate((whole, half)):
+    for number, learner in enumerate((float32, half)):
         learner.save_model(tmp_path / str(number))
     saved = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(2)]
     assert saved[0].keys() == saved[1].keys()

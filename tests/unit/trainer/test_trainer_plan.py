@@ -501,12 +501,12 @@ def test_frozen_matrices_of_a_bfloat16_model_are_planned_in_two_bytes(large: Pat
         one = Sharding(ranks=1)
         return dict([*weight_parts(shape, policy, one), *step_parts(shape, policy, one, 1000)])
 
-    shape, half, whole = ModelShape.load(large, "model"), parts(), parts(optimizations=[])
-    assert whole["weights"] == 4 * shape.parameters
+    shape, half, float32 = ModelShape.load(large, "model"), parts(), parts(optimizations=[])
+    assert float32["weights"] == 4 * shape.parameters
     # All but the embedding and the norms.
     assert 2 * shape.parameters < half["weights"] < 2.4 * shape.parameters
-    assert half["bfloat16 weights"] == 0 < whole["bfloat16 weights"]
-    assert parts(compute_dtype="float32")["weights"] == whole["weights"]
+    assert half["bfloat16 weights"] == 0 < float32["bfloat16 weights"]
+    assert parts(compute_dtype="float32")["weights"] == float32["weights"]
 
 
 def two_policies(model: Path, ranks: int = 4, *, lora: bool = False, **changes: Any) -> TrainConfig:

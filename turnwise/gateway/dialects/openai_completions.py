@@ -28,10 +28,10 @@ class OpenAICompletions:
         Raises:
             ApiError: A field is invalid, or none of this route.
         """
-        known = f"{_HONOURED} {_LABELS}".split()
+        accepted = f"{_HONOURED} {_LABELS}".split()
         for name, value in body.items():
-            if name not in known and value not in (None, False, "", [], {}):
-                raise unsupported(name, f"it is {shown(value)}, and this route has {', '.join(known)}: remove it")
+            if name not in accepted and value not in (None, False, "", [], {}):
+                raise unsupported(name, f"it is {shown(value)}, and this route has {', '.join(accepted)}: remove it")
         fields = Fields(body)
         prompt = fields.get("prompt")
         if not isinstance(prompt, list) or not prompt or not all(type(number) is int for number in prompt):

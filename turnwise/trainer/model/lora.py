@@ -97,13 +97,13 @@ class LoRA:
 
     def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Return a tensor of the bare model in float32, the adapter merged; ``gathered`` makes whole ones of shards."""
-        whole = gathered(tensor)
-        whole = whole.float() if whole.dtype == torch.bfloat16 else whole
+        base = gathered(tensor)
+        base = base.float() if base.dtype == torch.bfloat16 else base
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is None:
-            return whole
+            return base
         factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
-        return merged(whole, *factors, self.info.scale)
+        return merged(base, *factors, self.info.scale)
 
     @contextmanager
     def removed(self) -> Iterator[None]:

@@ -81,8 +81,8 @@ class PolicyWeights:
     def read(self, dtype: torch.dtype | None = None) -> WeightStream:
         """Return (name, tensor) of all tensors of the checkpoint, each parameter's when asked for."""
         # In main memory each is rounded piece by piece where it is written; of a fused one, parts are copied.
-        whole = {
+        unsplit = {
             name for name, tensor in self._tensors.items() if on_cpu(tensor.device) and len(self.names.parts[name]) == 1
         }
-        parts = (self.parts(name, dtype=None if name in whole else dtype) for name in self)
+        parts = (self.parts(name, dtype=None if name in unsplit else dtype) for name in self)
         return WeightStream(self.types(dtype), (pair for part in parts for pair in part.items()))
