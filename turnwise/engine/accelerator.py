@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from turnwise.errors import ConfigError
 from turnwise.placement.devices import AUTO, CPU, CUDA, KINDS
 
 if TYPE_CHECKING:
@@ -29,6 +30,22 @@ def resolve_device(name: str) -> torch.device:
     import torch
 
     return torch.device((accelerator() or CPU) if name == AUTO else name)
+
+
+def require_device(name: str, key: str) -> torch.device:
+    """Return the device of a name that a configuration key has.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    import torch
+
+    try:
+        device = resolve_device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{key} is {name!r}, which is not available here (auto picks one): {error}") from error
+    return device
 
 
 def main_memory() -> torch.device:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
-from turnwise.engine.accelerator import memory_bytes, on_cpu, resolve_device
+from turnwise.engine.accelerator import memory_bytes, on_cpu, require_device
 from turnwise.errors import CheckpointError, ConfigError, FormatError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import emulates_bfloat16
@@ -201,13 +201,12 @@ def smaller_servers(config: InferenceConfig) -> Iterator[str]:
 
 
 def check_served(path: Path, config: InferenceConfig) -> None:
-    """Check that a model fits into the memory of one server. Raises ConfigError."""
+    """Check that a server's device is there, and that a model fits into its memory. Raises ConfigError."""
+    device = require_device(config.device, "inference.device")
     size = model_size(path)
     if size is not None:
         one = config.model_copy(update={"replicas": 1})
-        check_memory(
-            "model", path, size, [server_need(one, size)], list(smaller_servers(one)), resolve_device(one.device)
-        )
+        check_memory("model", path, size, [server_need(one, size)], list(smaller_servers(one)), device)
 
 
 def served_dtype_warning(path: Path, config: InferenceConfig) -> str | None:

@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.errors import CheckpointError, TrainError
+from turnwise.engine.accelerator import require_device
+from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
 from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
-from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.observe.metrics import finite_metrics, meaning
 
@@ -255,9 +256,9 @@ def test_broken_checkpoints_raise_checkpoint_error(model_dir: Models, tmp_path: 
 def test_invalid_settings_raise_train_error(model_dir: Models) -> None:
     with pytest.raises(TrainError, match="total_steps is 0"):
         make_learner(model_dir("qwen3"), 0)
-    with pytest.raises(TrainError, match=r"model\.device is 'warp'"):
-        pick_device("warp")
-    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"model\.device is 'warp'"):
+        require_device("warp", "model.device")
+    assert require_device("cpu", "model.device") == torch.device("cpu")
 
 
 def test_update_metrics_combine_updates_by_tokens(model_dir: Models, row: Row) -> None:

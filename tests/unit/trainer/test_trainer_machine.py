@@ -91,7 +91,7 @@ def test_ranks_share_the_memory_of_a_policy(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"moments 100,000\.0 GB\)"):
         check_machine(PolicyConfig.model_validate({**config, "optim": {"name": "adamw_int8"}}), key=KEY)
     # On GPUs each has its part of it.
-    monkeypatch.setattr("turnwise.trainer.run.machine.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("turnwise.trainer.run.machine.require_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr("turnwise.engine.capacity.device_memory", lambda device: (int(39_999e9), f"the {device.type}"))
     with pytest.raises(ConfigError, match=r"a rank's share of weights, .* 40,000\.0 GB\), and the cuda has 39,999\.0"):
         check_machine(PolicyConfig.model_validate(config), key=KEY)
@@ -113,6 +113,15 @@ def test_offline_training_and_server_refuse_a_model_that_is_too_large(tmp_path: 
     spec = ServerSpec(model=path, config=ServeConfig(device="cpu"))
     with pytest.raises(InferenceError, match=r"model is .*huge.*the server's weights 20,000\.0 GB.*a smaller model"):
         serve(spec)
+
+
+def test_server_on_a_missing_device_is_a_config_error_by_key(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "small", (10, 10), dtype="F32")
+    message = r"inference\.device is 'cuda:99', which is not available here \(auto picks one\)"
+    with pytest.raises(ConfigError, match=message):
+        check_machine(policy(path), InferenceConfig(device="cuda:99"), key=KEY)
+    with pytest.raises(InferenceError, match=message):
+        serve(ServerSpec(model=path, config=ServeConfig(device="cuda:99")))
 
 
 def test_a_model_that_fits_passes_without_a_word(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from turnwise.chat.model_dir import check_same_vocabulary
+from turnwise.engine.accelerator import require_device
 from turnwise.errors import TrainError
 from turnwise.trainer.batch.packing import score_rows
 from turnwise.trainer.batch.value_targets import TrajectoryValues
@@ -22,7 +23,7 @@ from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult
 from turnwise.trainer.learn.objectives import VALUE_SUMS, ValueObjective
 from turnwise.trainer.learn.optim import schedule_factor
-from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueModel, open_head, read_state
 from turnwise.trajectory import TrainSample, Trajectory
@@ -192,7 +193,7 @@ def _open_learner(config: PolicyConfig, learner: Learner, total_steps: int, dire
         return learner.second_model(critic_config, total_steps, model_path=directory, values=True)
     policy = load_model(
         directory or path,
-        device=pick_device(model.device),
+        device=require_device(model.device, "model.device"),
         compute_dtype=model.compute_dtype,
         gradient_checkpointing=model.gradient_checkpointing,
         optimizations=model.optimizations,

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu
+from turnwise.engine.accelerator import accelerator, collectives, device_count, has_collectives, on_cpu, require_device
 from turnwise.engine.weights import WeightSender, WeightStream
 from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo, WeightManifest
@@ -26,7 +26,7 @@ from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult, WeightHost
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
-from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
+from turnwise.trainer.learn.torch_learner import LossTotals
 from turnwise.trainer.model.policy import check_rows, takes_images
 from turnwise.trainer.model.shards import count_experts, sequence_obstacle
 
@@ -143,7 +143,7 @@ def _check_experts(config: PolicyConfig, sharding: Sharding) -> None:
 
 
 def _device(config: PolicyConfig) -> str:
-    device = pick_device(config.model.device)
+    device = require_device(config.model.device, "model.device")
     if on_cpu(device) or (device.type == accelerator() and config.model.device in (AUTO, device.type)):
         return device.type
     raise TrainError(

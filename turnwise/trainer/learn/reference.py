@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
-from turnwise.engine.accelerator import main_memory
+from turnwise.engine.accelerator import main_memory, require_device
 from turnwise.trainer.algorithms.kl import HORIZON, KLConfig, KLTerm, adapted_coef, reward_penalties
 from turnwise.trainer.batch.experience import StepTrajectories
 from turnwise.trainer.batch.packing import Scorer, recompute_logprobs
@@ -21,7 +21,6 @@ from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost
-from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import Policy, load_model
 
 KEY = "algorithm.kl.reference"
@@ -84,7 +83,9 @@ def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> 
     if isinstance(learner, ModelHost):
         second = learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
         return second.logprobs
-    frozen = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
+    frozen = load_model(
+        model.path, device=require_device(model.device, "model.device"), compute_dtype=model.compute_dtype, lora=lora
+    )
     return _frozen_model(frozen, offload=config.offload)
 
 

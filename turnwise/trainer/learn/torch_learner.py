@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, resolve_device
+from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, require_device
 from turnwise.engine.weights import WeightStream
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
@@ -137,7 +137,7 @@ class TorchLearner(Learner):
             torch.set_num_threads(model.threads)
         policy = load_model(
             model.path if model_path is None or model.lora is not None else model_path,
-            device=pick_device(model.device),
+            device=require_device(model.device, "model.device"),
             compute_dtype=model.compute_dtype,
             gradient_checkpointing=model.gradient_checkpointing,
             lora=model.lora,
@@ -288,17 +288,3 @@ class TorchLearner(Learner):
                 f"{self._bad_steps} optimizer steps in a row had no finite gradient (last norm: {norm}); "
                 "lower optim.lr (critic.lr for a critic), or resume from an earlier checkpoint"
             )
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the configured torch device.
-
-    Raises:
-        TrainError: No such device.
-    """
-    try:
-        device = resolve_device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise TrainError(f"model.device is {name!r}, which is not available here (auto picks one): {error}") from error
-    return device

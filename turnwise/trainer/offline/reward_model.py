@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from turnwise.engine.accelerator import autocast
+from turnwise.engine.accelerator import autocast, require_device
 from turnwise.engine.capacity import rope_limit
 from turnwise.engine.reward_model import Encoder
 from turnwise.errors import MissingExtraError, RenderError, SessionError, TaskError, TrainError
@@ -23,7 +23,7 @@ from turnwise.trainer.config.offline import RewardModelConfig
 from turnwise.trainer.config.policy import ModelConfig
 from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.learner import Learner
-from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.offline.core import (
     OfflineResult,
@@ -92,7 +92,7 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
         torch.set_num_threads(config.threads)
     causal = load_model(
         config.path,
-        device=pick_device(config.device),
+        device=require_device(config.device, "model.device"),
         compute_dtype=config.compute_dtype,
         gradient_checkpointing=config.gradient_checkpointing,
         optimizations=config.optimizations,

@@ -274,12 +274,13 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[Train
     """Yield (sample, position in its row, reported, computed, shortfall of the experts) of every id."""
     import torch
 
+    from turnwise.engine.accelerator import resolve_device
+    from turnwise.placement.devices import AUTO
     from turnwise.trainer.batch.packing import pack
     from turnwise.trainer.core import TrainRow
-    from turnwise.trainer.learn.torch_learner import pick_device
     from turnwise.trainer.model.policy import load_model
 
-    policy = load_model(directory, device=pick_device("auto"))
+    policy = load_model(directory, device=resolve_device(AUTO))
     rows = [TrainRow(sample, temperature=temperature) for sample, temperature in turns]
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Literal
 
 from turnwise.agents.roles import check_played
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
+from turnwise.engine.accelerator import require_device
 from turnwise.engine.capacity import rope_limit
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, close_env, reset_env, schemas
@@ -39,7 +40,6 @@ from turnwise.trainer.config.train import TrainConfig, TrainEvalConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import check_engine
 from turnwise.trainer.learn.reference import reference_path
-from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import try_adapters
 from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
@@ -266,8 +266,10 @@ class _Checker:
                 f"samples with {len(placement.servers)} servers of {len(placement.servers[0])} ({engine})"
             )
         trainer, server = config.policy.model.device, config.inference.device
-        trains = check_engine(config.policy) or pick_device(trainer)
-        return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
+        trains = check_engine(config.policy) or require_device(trainer, "model.device")
+        return "; ".join(
+            (f"trains on {trains}, samples on {require_device(server, 'inference.device')}", *self._warnings)
+        )
 
     async def chat_format(self) -> str:
         if not self._has_model:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from turnwise.chat.model_dir import model_settings
-from turnwise.engine.accelerator import main_memory, on_cpu, resolve_device
+from turnwise.engine.accelerator import main_memory, on_cpu, require_device
 from turnwise.engine.capacity import (
     MemoryNeed,
     ModelSize,
@@ -26,7 +26,6 @@ from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import chosen_engine
-from turnwise.trainer.learn.torch_learner import pick_device
 
 # In numbers of float32.
 _MOMENTS = {"adamw": 2, "adamw_int8": 0.5, "muon": 1}
@@ -44,9 +43,9 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
         Warnings about settings that work, and slowly.
 
     Raises:
-        ConfigError: The directory holds no model that can be loaded, or the model does not fit into memory.
+        ConfigError: The directory holds no model that can be loaded, there is no such device, or the model does not fit
+            into memory.
         FormatError: It is an adapter whose files cannot be read.
-        TrainError: No such device.
     """
     path = model_under(policy.model.path)
     settings = model_settings(path, f"{key}.path")
@@ -54,8 +53,8 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     if limit is not None and inference is not None and inference.engine != "builtin":
         _check_context(path, inference.max_context, limit)
     size = model_size(path)
-    trains = pick_device(policy.model.device)
-    serves = None if inference is None else resolve_device(inference.device)
+    trains = require_device(policy.model.device, f"{key}.device")
+    serves = None if inference is None else require_device(inference.device, "inference.device")
     if size is not None:
         needs: defaultdict[torch.device, list[MemoryNeed]] = defaultdict(list)
         for device, need in _trainer_needs(policy, size, trains):
