@@ -8,25 +8,14 @@ from typing import Any, Final
 
 from turnwise.errors import ConfigError, shown
 from turnwise.ext.frameworks.convert.options import Options
-from turnwise.ext.frameworks.convert.translation import Translation, is_off
+from turnwise.ext.frameworks.convert.translation import Translation
 from turnwise.ext.frameworks.convert.verl_running import translate_verl
 
 _SECTION: Final = "agentlightning"
+_TIMEOUT: Final = "rollout_timeout_seconds"
 _LOSS: Final = "actor.policy_loss.loss_mode"
 _EACH_ROLLOUT: Final = "per_rollout_mean"
 """The default of Agent-Lightning: a mean over the tokens of a rollout, then over rollouts."""
-_HARMLESS: Final = {
-    "agl_base_url": "each episode has an address of its own",
-    "agl_key": "the address itself authorises",
-    "trace_aggregator": "the ids of a conversation are trained as they were sampled, each once",
-}
-_REMEDIES: Final = {
-    "hooks": "write them as hooks of the run",
-    "k8s": "programs run here, or in a sandbox: rollout.agent.config.sandbox",
-    "async_rollout": "set mode: separate_async",
-    "max_ppo_update_times": "set algorithm.minibatches and algorithm.epochs",
-    "reward_fillna_value": "a rollout without a reward is worth 0: post one in any case",
-}
 
 
 def translate_agent_lightning(options: Options) -> Translation:
@@ -39,7 +28,8 @@ def translate_agent_lightning(options: Options) -> Translation:
         name.removeprefix(f"{_SECTION}."): value for name, value in options.unread() if name.startswith(_SECTION)
     }
     for name in section:
-        options.read(f"{_SECTION}.{name}")
+        if name.startswith(("local.", _TIMEOUT)):
+            options.read(f"{_SECTION}.{name}")
     mode = options.read(_LOSS, _EACH_ROLLOUT)
     if mode == _EACH_ROLLOUT:
         options.replace(_LOSS, "vanilla")
@@ -49,8 +39,6 @@ def translate_agent_lightning(options: Options) -> Translation:
     translation.config["rollout"]["env"] = {"name": "task"}
     translation.remedies.pop("reward.custom_reward_function.path", None)
     translation.set("rollout.agent", {"name": "blackbox", "config": _program(translation, section)})
-    for name, value in section.items():
-        _classify(translation, name, value)
     return translation
 
 
@@ -73,23 +61,11 @@ def _program(translation: Translation, section: Mapping[str, Any]) -> dict[str, 
         "env": {"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])), **variables},
         "nonzero_exit": "error",
     }
-    if (seconds := section.get("rollout_timeout_seconds")) is not None:
+    if (seconds := section.get(_TIMEOUT)) is not None:
         program["timeout"] = float(seconds)
-        translation.translated[f"{_SECTION}.rollout_timeout_seconds"] = "rollout.agent.config.timeout"
+        translation.translated[f"{_SECTION}.{_TIMEOUT}"] = "rollout.agent.config.timeout"
     return program
 
 
 def _is_input(path: Any) -> bool:
     return isinstance(path, str) and (path == "input" or path.startswith("input."))
-
-
-def _classify(translation: Translation, name: str, value: Any) -> None:
-    option = f"{_SECTION}.{name}"
-    if option in translation.translated:
-        return
-    reason = next((reason for start, reason in _HARMLESS.items() if name.startswith(start)), None)
-    remedy = next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), None)
-    if reason is not None or (remedy is not None and is_off(value)):
-        translation.harmless[option] = reason or f"{shown(value)} switches it off"
-    else:
-        translation.remedies[option] = remedy or f"no rule for it, and so {shown(value)} is not in the configuration"

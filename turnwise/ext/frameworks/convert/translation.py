@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from turnwise.config import write_yaml
-from turnwise.errors import shown
 from turnwise.ext.frameworks.convert.options import Options
 
 UNSET: Final = object()
@@ -91,8 +90,3 @@ class Translation:
 def is_off(value: Any) -> bool:
     """Return whether a value switches a feature off: false, null, nothing, zero, or one part of a division."""
     return (value in (None, False, 0, 1, "", -1) and value is not True) or value in ([], {})
-
-
-def described(value: Any) -> str:
-    """Return a value for a remedy."""
-    return shown(value)

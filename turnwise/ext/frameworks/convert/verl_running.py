@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from turnwise.errors import shown
 from turnwise.ext.frameworks.convert.options import Options
-from turnwise.ext.frameworks.convert.translation import Translation, described, is_off
+from turnwise.ext.frameworks.convert.translation import Translation, is_off
 from turnwise.ext.frameworks.convert.verl_learning import (
     translate_algorithm,
     translate_critic,
@@ -19,124 +22,10 @@ from turnwise.ext.frameworks.convert.verl_learning import (
 )
 
 _SERVER: Final = "inference.server"
-# Options by their beginning: why none is needed here.
-_HARMLESS: Final = {
-    "model.use_remove_padding": "rows are always packed without padding",
-    "model.trust_remote_code": "no code of a model folder is run",
-    "data.trust_remote_code": "no code of a model folder is run",
-    "model.use_fused_kernels": "log-probabilities are computed in chunks",
-    "model.enable_activation_offload": "model.gradient_checkpointing bounds the same memory",
-    "model.external_lib": "plug-ins are named by reference",
-    "actor.use_torch_compile": "speed alone",
-    "ref.use_torch_compile": "speed alone",
-    "actor.entropy": "log-probabilities are computed in chunks",
-    "ref.entropy": "log-probabilities are computed in chunks",
-    "actor.calculate": "logged in every run",
-    "actor.ppo_micro_batch_size": "micro-batches are packed by tokens",
-    "actor.strategy": "one engine shards by FSDP2",
-    "actor.model_engine": "one engine shards by FSDP2",
-    "actor.fsdp_config.": "how FSDP shards is the engine's business",
-    "actor.checkpoint.": "checkpoints hold everything that a resumed run needs",
-    "actor.profiler.": "turnwise timeline shows where time goes",
-    "actor.shuffle": "a step's minibatches are drawn at random",
-    "actor.data_loader_seed": "seed covers it",
-    "actor.grad_clip": "optim.clip_grad bounds gradients",
-    "actor.optim.": "an option of another optimizer",
-    "ref.strategy": "the reference has the policy's engine",
-    "ref.": "the reference is scored with the batch's own micro-batches",
-    "rollout.log_prob": "the trainer scores with the batch's own micro-batches",
-    "rollout.mode": "servers are always asked asynchronously",
-    "rollout.calculate_log_probs": "log-probabilities are always recorded",
-    "rollout.enable_chunked_prefill": "engines prefill in chunks by themselves",
-    "rollout.free_cache_engine": "layout decides",
-    "rollout.layered_summon": "weights are always gathered and sent one by one",
-    "rollout.load_format": "servers begin with the run's weights",
-    "rollout.checkpoint_engine.": "buckets of a constant size",
-    "rollout.multi_stage_wake_up": "servers wake by parts",
-    "rollout.skip_tokenizer_init": "servers get ids alone",
-    "rollout.disable_log_stats": "speed alone",
-    "rollout.seed": "seed covers it",
-    "rollout.prompt_length": "max_prompt_tokens bounds it",
-    "rollout.response_length": "rollout.max_tokens_per_turn bounds it",
-    "rollout.cudagraph": "speed alone",
-    "rollout.profiler.": "turnwise timeline shows where time goes",
-    "rollout.trace.": "every trajectory is recorded",
-    "rollout.agent.": "rollout.concurrency bounds the episodes",
-    "rollout.multi_turn.": "the chat format of the model is detected",
-    "rollout.nnodes": "inference.replicas counts servers",
-    "rollout.n_gpus_per_node": "inference.replicas counts servers",
-    "rollout.engine_kwargs.vllm.compilation_config": "speed alone",
-    "rollout.engine_kwargs.vllm.mm_processor_cache_gb": "speed alone",
-    "rollout.engine_kwargs.vllm.async_scheduling": "speed alone",
-    "nccl_timeout": "ranks have a time-out of their own",
-    "hybrid_engine": "layout decides",
-    "model_engine": "one engine shards by FSDP2",
-    "data.return_": "prompts stay messages",
-    "data.filter_overlong_prompts_workers": "speed alone",
-    "data.dataloader_num_workers": "speed alone",
-    "data.gen_batch_size": "a step starts batch.groups x batch.over_sample groups",
-    "data.val_batch_size": "an evaluation runs as one",
-    "data.validation_shuffle": "an evaluation runs as one",
-    "data.seed": "seed covers it",
-    "data.reward_fn_key": "format: verl keeps data_source",
-    "data.image_patch_size": "the model's processor knows it",
-    "algorithm.kl_ctrl.": "there is no adaptive penalty",
-    "algorithm.filter_groups.": "the filter is off",
-    "algorithm.pf_ppo.": "the filter is off",
-    "trainer.balance_batch": "micro-batches are dealt to ranks by their tokens",
-    "trainer.log_val_generations": "every trajectory is recorded: turnwise view",
-    "trainer.rollout_data_dir": "every trajectory is recorded: turnwise view",
-    "trainer.validation_data_dir": "every trajectory is recorded: turnwise view",
-    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds the critic",
-    "trainer.default_hdfs_dir": "checkpoints are local files",
-    "trainer.del_local_ckpt_after_load": "checkpoint.keep bounds them",
-    "trainer.device": "model.device finds it",
-    "trainer.use_legacy_worker_impl": "of verl alone",
-    "trainer.use_v1": "of verl alone",
-    "trainer.v1.": "mode, overlap and replay decide",
-    "trainer.esi_redundant_time": "an interrupted run resumes",
-    "trainer.ray_wait_register_center_timeout": "of verl alone",
-    "trainer.val_before_train": "a run evaluates before the first step",
-    "ray_kwargs.": "ray.runtime_env, where placement is ray",
-    "global_profiler.": "turnwise timeline shows where time goes",
-    "hydra.": "of Hydra alone",
-    "actor@": "of Hydra alone",
-    "transfer_queue.": "replay.backend decides",
-    "reward.num_workers": "scoring runs beside the episodes",
-    "reward.launch_reward_fn_async": "scoring runs beside the episodes",
-    "reward.reward_model.": "a part of the reward model",
-    "reward.sandbox_fusion": "the sandbox of rollout.sandbox",
-}  # fmt: skip
-# Options by their beginning: what to do where they are on.
-_REMEDIES: Final = {
-    "actor.megatron.router_replay": "set inference.routed_experts: true",
-    "actor.megatron.": "no tensor, pipeline or expert parallelism of Megatron: engine fsdp shards over all ranks",
-    "ref.megatron.": "no tensor, pipeline or expert parallelism of Megatron: engine fsdp shards over all ranks",
-    "critic.megatron.": "no tensor, pipeline or expert parallelism of Megatron: engine fsdp shards over all ranks",
-    "actor.veomni.": "engine fsdp shards over all ranks",
-    "ref.veomni.": "engine fsdp shards over all ranks",
-    "actor.torchtitan.": "engine fsdp shards over all ranks",
-    "actor.engine.": "engine fsdp shards over all ranks",
-    "actor.use_prefix_grouper": "batch.share_prefixes, which is on by default, computes common prefixes once",
-    "model.override_config": "write it into the config.json of the model's folder",
-    "model.exclude_modules": "name the adapted layers as model.lora.targets",
-    "model.lora.": "adapters begin at zero, and are merged where a server cannot hold them",
-    "model.mtp.": "multi-token prediction heads are not trained",
-    "rollout.data_parallel_size": "servers are counted by inference.replicas",
-    "rollout.expert_parallel_size": "add --enable-expert-parallel to inference.server.arguments",
-    "rollout.engine_kwargs.": "give it as an argument of the server: inference.server.arguments",
-    "rollout.ignore_eos": "a completion ends at the end token",
-    "rollout.quantization": "servers are given unquantised weights",
-    "data.apply_chat_template_kwargs": "set renderer.template_kwargs",
-    "data.custom_cls.": "read the rows by tasks.map, or write a task source",
-    "data.messages_key": "format: verl reads the column prompt",
-    "algorithm.gdpo_reward_keys": "gdpo compares the parts of the scorer by their names",
-    "algorithm.use_pf_ppo": "rows are not drawn again by their reward",
-    "reward.reward_kwargs": "write it into the scorer (overlong_buffer_cfg: a penalty for length)",
-    "reward.reward_model.enable": "name it as a reward: rollout.env.config.scorer with function reward_model",
-    "trainer.val_only": "turnwise eval evaluates alone",
-    "async_training.": "see mode: separate_async, replay.max_staleness and overlap.stream",
-}  # fmt: skip
+_RULES: Final[Mapping[str, Mapping[str, str]]] = tomllib.loads(
+    Path(__file__).with_name("rules.toml").read_text("utf-8")
+)
+"""Why options that nothing translates are ``harmless``, or their ``remedies``, by the beginning of their names."""
 
 
 def translate_verl(options: Options) -> Translation:
@@ -267,17 +156,18 @@ def translate_devices(translation: Translation) -> None:
 
 def _classify(translation: Translation, option: str, value: Any) -> None:
     """Put an option that nothing reads into one of the lists, by the longest beginning that is known."""
-    harmless, remedy = _longest(option, list(_HARMLESS)), _longest(option, list(_REMEDIES))
-    if remedy is not None and len(remedy) >= len(harmless or ""):
-        if is_off(value):
-            translation.excuse(f"{described(value)} switches it off", option)
-        else:
-            translation.note(option, _REMEDIES[remedy])
-    elif harmless is not None:
-        translation.excuse(_HARMLESS[harmless], option)
+    rules = [
+        (len(start), kind, text)
+        for kind, texts in _RULES.items()
+        for start, text in texts.items()
+        if option.startswith(start)
+    ]
+    _, kind, text = max(rules, default=(0, "remedies", ""))
+    if not text:
+        translation.note(option, f"no rule for it, and so {shown(value)} is not in the configuration")
+    elif kind == "harmless":
+        translation.excuse(text, option)
+    elif is_off(value):
+        translation.excuse(f"{shown(value)} switches it off", option)
     else:
-        translation.note(option, f"no rule for it, and so {described(value)} is not in the configuration")
-
-
-def _longest(option: str, beginnings: Sequence[str]) -> str | None:
-    return max((beginning for beginning in beginnings if option.startswith(beginning)), key=len, default=None)
+        translation.note(option, text)
