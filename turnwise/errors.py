@@ -257,6 +257,15 @@ async def undo_on_error_async(undo: Callable[[], Awaitable[object]]) -> AsyncIte
 
 
 @contextmanager
+def requires_extra(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Name the extra that brings an import of the block, where it is missing. Raises MissingExtraError."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(package, extra, purpose) from error
+
+
+@contextmanager
 def user_code(kind: type[TurnwiseError], what: str) -> Iterator[None]:
     """Name what a user's code raises in the block: as ``kind``, ``what`` and the error. A TurnwiseError passes."""
     try:

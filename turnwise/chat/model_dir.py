@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 from tokenizers import Tokenizer
 
-from turnwise.errors import ConfigError, MissingExtraError, RenderError
+from turnwise.errors import ConfigError, RenderError, requires_extra
 
 FORMAT_FILE = "turnwise_format.json"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
@@ -147,10 +147,8 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
             f"model {str(path)!r} holds no tokenizer (tokenizer.json, or one of {', '.join(_SLOW)}): name a whole "
             "model directory, or copy the files of its tokenizer into it"
         )
-    try:
+    with requires_extra("transformers", "serve", f"a model without tokenizer.json ({path})"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingExtraError("transformers", "serve", f"a model without tokenizer.json ({path})") from error
     try:
         converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:

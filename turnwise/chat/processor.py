@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.chat.model_dir import read_json, read_model_dir
-from turnwise.errors import MissingExtraError, RenderError, shown
+from turnwise.errors import RenderError, requires_extra, shown
 from turnwise.media_files import BoundedCache
 from turnwise.model.media import MediaProcessor, PlacedMedia
 from turnwise.types import as_ids
@@ -209,14 +209,10 @@ def _load(path: Path, written: tuple[int, ...]) -> ImageProcessor | None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not any((path / name).is_file() for name in (_PREPROCESSOR, _PROCESSOR)):
         return None
-    try:
+    with requires_extra("pillow", "vision", f"the model {path}, which takes images,"):
         import PIL  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision", f"the model {path}, which takes images,") from error
-    try:
+    with requires_extra("transformers", "vision", f"the model {path}, which takes images,"):
         from transformers import AutoImageProcessor
-    except ImportError as error:
-        raise MissingExtraError("transformers", "vision", f"the model {path}, which takes images,") from error
     try:
         images = AutoImageProcessor.from_pretrained(str(path), backend="pil", local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -34,7 +34,7 @@ from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.engine.vllm_side.turnwise_weight_group import GroupFailed, joined
-from turnwise.errors import FormatError, InferenceError, MissingExtraError
+from turnwise.errors import FormatError, InferenceError, requires_extra
 from turnwise.model.core import AdapterInfo, GroupAddress
 
 _PACKED_FROM = 180_000
@@ -145,10 +145,8 @@ class CausalLM:
                 experts cannot be kept.
             MissingExtraError: transformers is not installed.
         """
-        try:
+        with requires_extra("transformers", "serve", "the built-in inference server"):
             from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-        except ImportError as error:
-            raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
         from turnwise.engine.checkpoint_names import CheckpointNames
 
         AttentionInterface.register(IMPLEMENTATION, attention)

@@ -32,7 +32,7 @@ from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
 from turnwise.engine.accelerator import resolve_device
 from turnwise.engine.capacity import rope_limit
-from turnwise.errors import InferenceError, MissingExtraError, RenderError, SessionError, shown
+from turnwise.errors import InferenceError, RenderError, SessionError, requires_extra, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
 from turnwise.inference.guard.turnwise_guard import Guard
@@ -215,10 +215,8 @@ class Classifier:
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
             max_context: Maximum tokens of an input; None for the model's limit.
         """
-        try:
+        with requires_extra("transformers", "serve", "serving a reward model"):
             from transformers import AutoConfig, AutoModelForSequenceClassification
-        except ImportError as error:
-            raise MissingExtraError("transformers", "serve", "serving a reward model") from error
         resolved_device = resolve_device(device)
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)

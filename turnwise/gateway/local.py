@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn, Self
 
-from turnwise.errors import ConfigError, InferenceError, MissingExtraError, TurnwiseError, undo_on_error
+from turnwise.errors import ConfigError, InferenceError, TurnwiseError, requires_extra, undo_on_error
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
@@ -34,10 +34,8 @@ _CONNECTIONS: Final = 32
 
 def server_options(app: Application, limits: GatewayLimits, connections: int) -> Any:
     """Return an in-process application's ``uvicorn.Config``. Raises MissingExtraError without the extra ``serve``."""
-    try:
+    with requires_extra("uvicorn", "serve", "a gateway"):
         import uvicorn
-    except ImportError as error:
-        raise MissingExtraError("uvicorn", "serve", "a gateway") from error
     from turnwise.gateway.http_guard import guarded
 
     return uvicorn.Config(

@@ -17,7 +17,7 @@ from typing import Any
 
 from turnwise.append_file import lock_directory, write_private
 from turnwise.config import Section, dump_config
-from turnwise.errors import ConfigError, MissingExtraError
+from turnwise.errors import ConfigError, requires_extra
 from turnwise.gateway.app import GatewayApp, SessionApp
 from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
 from turnwise.gateway.dialects.core import Reader
@@ -218,10 +218,8 @@ async def _sweep(sessions: Sessions) -> None:
 
 def run_gateway(spec: GatewaySpec) -> int:
     """Run :func:`serve_gateway` on a new event loop; errors and result are the same."""
-    try:
+    with requires_extra("uvloop", "serve", "a gateway"):
         import uvloop
-    except ImportError as error:
-        raise MissingExtraError("uvloop", "serve", "a gateway") from error
     return uvloop.run(serve_gateway(spec))
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import orjson
 from pydantic import BaseModel
 
-from turnwise.errors import EngineDied, InferenceError, MissingExtraError, PlacementError, TurnwiseError
+from turnwise.errors import EngineDied, InferenceError, PlacementError, TurnwiseError, requires_extra
 from turnwise.inference.guard.turnwise_guard import is_loopback
 from turnwise.inference.wire import BadRequest
 from turnwise.placement.core import Command, Environment, Inherited, PlacedProcess, Program
@@ -247,10 +247,8 @@ class HTTPProcess:
     """
 
     def __init__(self, host: str, port: int, log_level: str, lifeline: int | None) -> None:
-        try:
+        with requires_extra("uvicorn", "serve", "an inference server"):
             import uvicorn
-        except ImportError as error:
-            raise MissingExtraError("uvicorn", "serve", "an inference server") from error
         if lifeline is not None:
             _watch_parent(lifeline)
         self._began = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError, MissingExtraError, PlacementError
+from turnwise.errors import ConfigError, PlacementError, requires_extra
 
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _POLL = 1.0
@@ -38,10 +38,8 @@ class RayJob:
             MissingExtraError: Ray is not installed, or without its job client.
             ConfigError: No cluster takes jobs at the address, or it refuses this one.
         """
-        try:
+        with requires_extra("ray", "ray", "turnwise submit"):
             from ray.job_submission import JobSubmissionClient
-        except ImportError as error:
-            raise MissingExtraError("ray", "ray", "turnwise submit") from error
         try:
             self._client = JobSubmissionClient(address)
             self.id = self._submit(shlex.join(command), {**runtime_env, "working_dir": str(folder)})

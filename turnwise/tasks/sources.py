@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from turnwise.errors import ConfigError, MissingExtraError, TaskError, user_code
+from turnwise.errors import ConfigError, TaskError, requires_extra, user_code
 from turnwise.plugins import load_object
 from turnwise.tasks.core import Task, kind
 
@@ -289,11 +289,9 @@ class ParquetRows(Rows):
 
     def read(self, start: int = 0) -> Iterator[Row]:
         """Yield the rows from a number on; row groups that end before it are not read."""
-        try:
+        with requires_extra("pyarrow", "parquet", f"reading {self._path}"):
             import pyarrow
             import pyarrow.parquet
-        except ImportError as error:
-            raise MissingExtraError("pyarrow", "parquet", f"reading {self._path}") from error
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
                 number, first = 0, 0
@@ -330,11 +328,9 @@ class _DatasetRows(Rows):
 
     def read(self, start: int = 0) -> Iterator[Row]:
         """Yield the rows from a number on."""
-        try:
+        with requires_extra("datasets", "datasets", f"reading {self._label}"):
             import datasets
             import pyarrow
-        except ImportError as error:
-            raise MissingExtraError("datasets", "datasets", f"reading {self._label}") from error
         # What the network, a builder and the files raise: of this package's own errors none is among them.
         failures = (OSError, ValueError, TypeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError)
         number = None

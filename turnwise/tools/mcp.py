@@ -17,11 +17,11 @@ from pydantic import SecretStr, ValidationError
 from turnwise.errors import (
     ConfigError,
     EnvError,
-    MissingExtraError,
     ToolError,
     ToolSchemaError,
     first_of,
     nearest,
+    requires_extra,
     undo_on_error,
     undo_on_error_async,
 )
@@ -31,14 +31,12 @@ from turnwise.tools.response import ToolResponse
 from turnwise.tools.secrets import Secrets, with_secrets
 from turnwise.types import ToolSchema
 
-try:
+with requires_extra("mcp", "mcp", "using the tools of an MCP server"):
     import httpx2
     import mcp_types
     from mcp import Client, MCPError, StdioServerParameters
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
-except ImportError as missing:
-    raise MissingExtraError("mcp", "mcp", "using the tools of an MCP server") from missing
 
 CONNECT_S: Final = 30.0
 """Seconds for connecting to a server and listing its tools."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from turnwise.envs.core import ResetResult, Solution
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import MissingExtraError, TaskError
+from turnwise.errors import TaskError, requires_extra
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
@@ -54,10 +54,8 @@ def chart(seed: int, *, split: str = "train") -> Chart:
 
 def draw(bars: Chart) -> bytes:
     """Return the picture of a chart as PNG, 64 by 16 pixels. Raises MissingExtraError without Pillow."""
-    try:
+    with requires_extra("pillow", "vision", "the environment picture"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision", "the environment picture") from error
     picture = Image.new("RGB", (len(bars.colours) * _SIDE, _SIDE), _GROUND)
     for number, (colour, height) in enumerate(zip(bars.colours, bars.heights, strict=True)):
         edge = number * _SIDE

@@ -19,7 +19,7 @@ from turnwise.envs.core import Env, close_env, reset_env, score_env, step_env
 from turnwise.envs.results import ScoreParts, StepResult, as_messages, check_one_agent
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import ConfigError, EnvError, MissingExtraError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, TurnwiseError, requires_extra
 from turnwise.images import readable_text
 from turnwise.inference.guard.turnwise_guard import Guard
 from turnwise.inference.process import bind
@@ -201,15 +201,13 @@ def _is_error(text: str) -> bool:
         return False
 
 
-try:
+with requires_extra("mcp", "mcp", "serving an environment over MCP"):
     import mcp_types
     import uvicorn
     from mcp import MCPError
     from mcp.server import Server
     from mcp.server.stdio import stdio_server
     from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
-except ImportError as missing:
-    raise MissingExtraError("mcp", "mcp", "serving an environment over MCP") from missing
 
 IDLE_S: Final = 1800.0
 """Seconds without a request after which the session of an HTTP client, and its episode with it, is closed."""

@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from turnwise.errors import MissingExtraError, SandboxDied, SandboxError, SandboxUnavailable
+from turnwise.errors import SandboxDied, SandboxError, SandboxUnavailable, requires_extra
 from turnwise.sandboxes.docker.streams import Stream
 
-try:
+with requires_extra("docker", "docker", "the docker sandbox"):
     import docker
     import docker.errors
     import requests.exceptions
-except ImportError as error:
-    raise MissingExtraError("docker", "docker", "the docker sandbox") from error
 
 T = TypeVar("T")
 

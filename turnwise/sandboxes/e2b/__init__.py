@@ -1,11 +1,9 @@
 """Sandboxes in E2B's cloud; needs the extra ``e2b``."""
 
-from turnwise.errors import MissingExtraError
+from turnwise.errors import requires_extra
 
-try:
+with requires_extra("e2b", "e2b", "sandboxes of the backend 'e2b'"):
     import e2b  # noqa: F401
-except ImportError as error:
-    raise MissingExtraError("e2b", "e2b", "sandboxes of the backend 'e2b'") from error
 
 from turnwise.sandboxes.e2b.backend import E2BBackend
 

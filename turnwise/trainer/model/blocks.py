@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from turnwise.errors import MissingExtraError, TrainError
+from turnwise.errors import TrainError, requires_extra
 from turnwise.trainer.model.optimizations import CompiledFunction
 
-try:
+with requires_extra("transformers", "train", "training a model"):
     from transformers.modeling_layers import GradientCheckpointingLayer
-except ImportError as error:
-    raise MissingExtraError("transformers", "train", "training a model") from error
 
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
 _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]

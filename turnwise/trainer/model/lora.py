@@ -27,7 +27,7 @@ from turnwise.engine.lora import (
     read_factors,
     read_settings,
 )
-from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
+from turnwise.errors import CheckpointError, FormatError, TrainError, requires_extra
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig
@@ -316,10 +316,8 @@ def _given(config: LoRAConfig, key: str) -> str:
 
 
 def _peft() -> Any:
-    try:
+    with requires_extra("peft", "lora", "training low-rank adapters (model.lora)"):
         import peft
-    except ImportError as error:
-        raise MissingExtraError("peft", "lora", "training low-rank adapters (model.lora)") from error
     return peft
 
 

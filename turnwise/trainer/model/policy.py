@@ -24,7 +24,7 @@ from turnwise.engine.capacity import RopeLimit, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
-from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
+from turnwise.errors import CheckpointError, FormatError, TrainError, requires_extra
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig, Optimization
@@ -39,13 +39,11 @@ from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.shards import base_obstacle, read_shards
 from turnwise.trainer.model.weights import PolicyWeights
 
-try:
+with requires_extra("transformers", "train", "training a model"):
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import GENERATION_CONFIG_NAME
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-except ImportError as error:
-    raise MissingExtraError("transformers", "train", "training a model") from error
 
 
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]

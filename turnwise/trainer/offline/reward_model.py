@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from turnwise.engine.accelerator import autocast, require_device
 from turnwise.engine.capacity import rope_limit
 from turnwise.engine.reward_model import Encoder
-from turnwise.errors import MissingExtraError, RenderError, SessionError, TaskError, TrainError
+from turnwise.errors import RenderError, SessionError, TaskError, TrainError, requires_extra
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.config.offline import RewardModelConfig
@@ -43,10 +43,8 @@ from turnwise.trainer.offline.preferences import (
 )
 from turnwise.trajectory import TrainSample
 
-try:
+with requires_extra("transformers", "train", "training a model"):
     from transformers import AutoConfig, AutoModelForSequenceClassification
-except ImportError as error:
-    raise MissingExtraError("transformers", "train", "training a model") from error
 
 
 class ScoringPolicy(Policy):

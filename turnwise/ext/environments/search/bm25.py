@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.errors import ConfigError, MissingExtraError
+from turnwise.errors import ConfigError, requires_extra
 from turnwise.ext.environments.search.encyclopedia import Passage, encyclopedia, read_corpus
 
 _BUILD_LOCK = threading.Lock()
@@ -53,10 +53,8 @@ def _tokens(texts: list[str]) -> list[list[str]]:
 
 def load_bm25s() -> Any:
     """Return the package. Raises MissingExtraError if it is not installed."""
-    try:
+    with requires_extra("bm25s", "search", "the environment 'search'"):
         import bm25s
-    except ImportError as error:
-        raise MissingExtraError("bm25s", "search", "the environment 'search'") from error
     return bm25s
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 
 from turnwise.append_file import drafted_directory
-from turnwise.errors import ConfigError, MissingExtraError, TrainError
+from turnwise.errors import ConfigError, MissingExtraError, TrainError, requires_extra
 
 CONVERSION_FILE: Final = "turnwise_conversion.json"
 """In a converted directory: the source and its checksum."""
@@ -113,12 +113,10 @@ def _digest_noted(target: Path) -> str | None:
 
 
 def _write(file: Path, draft: Path) -> None:
-    try:
+    with requires_extra("transformers", "smollm", f"conversion of {file.name}"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
-    except ImportError as error:
-        raise MissingExtraError("transformers", "smollm", f"conversion of {file.name}") from error
     disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:

@@ -12,20 +12,18 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from turnwise.columns import DTYPES, Columns
-from turnwise.errors import MissingExtraError, TrainError
+from turnwise.errors import TrainError, requires_extra
 from turnwise.rollout.replay.group_store import PayloadsLost, PayloadStore, TransferQueueConfig
 
 # By default it would use 8 threads, and on a machine of fewer cores say so at every call.
 os.environ.setdefault("TQ_NUM_THREADS", "1")
 
-try:
+with requires_extra("TransferQueue", "transfer-queue", "replay.backend 'transfer_queue'"):
     import ray
     import torch
     import transfer_queue
     from omegaconf import OmegaConf
     from tensordict import TensorDict
-except ImportError as error:
-    raise MissingExtraError("TransferQueue", "transfer-queue", "replay.backend 'transfer_queue'") from error
 
 T = TypeVar("T")
 
