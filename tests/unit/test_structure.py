@@ -309,6 +309,7 @@ def test_packages_without_torch_are_under_the_torch_contract(tree: Tree) -> None
 FOREIGN_ATTRIBUTES = {
     "max_position_embeddings",  # a field that not every transformers config has
     "deepstack_features",  # a part of what some of transformers' vision towers return
+    *("gate_up_proj", "__name__"),  # experts of transformers' mixtures, and functions of torch
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     *("cancel", "custom_model"),  # what a user's rollout manager may have, which need not derive from ours

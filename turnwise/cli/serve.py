@@ -36,7 +36,7 @@ def serve(
         return
     config = load_config(ServeConfig, overrides=keys)
     _log_to_terminal(config.log_level)
-    if config.engine != "builtin":
+    if not config.builtin:
         import asyncio
         from datetime import datetime
 

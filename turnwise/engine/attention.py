@@ -6,9 +6,9 @@ their rows, so that attention reads a view of the pool) come before prefill chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from turnwise.engine.accelerator import on_cpu
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
+from turnwise.engine.numerics.exact import KEY_BLOCK, exact_attention
 
 IMPLEMENTATION = "turnwise"
 _MASK_ELEMENTS = 1 << 23
@@ -172,15 +173,16 @@ class PoolPlan:
         pool.flat_keys[layer].index_copy_(0, self.index, key.reshape(-1, key.shape[-1]))
         pool.flat_values[layer].index_copy_(0, self.index, value.reshape(-1, value.shape[-1]))
         keys, values = pool.keys[layer], pool.values[layer]
+        attend = _attention_of(pool)
         if self.decode is not None and not self.prefills:
-            return _decode(self.decode, query, keys, values, scale, window)
+            return _decode(self.decode, attend, query, keys, values, scale, window)
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
         if self.decode is not None:
             stop = self.decode.stop
-            out[:stop] = _decode(self.decode, query[:stop], keys, values, scale, window)
+            out[:stop] = _decode(self.decode, attend, query[:stop], keys, values, scale, window)
         for block in self.prefills:
             in_block, in_pool = block.real
-            out[in_pool] = _prefill(block, query, keys, values, scale, window)[in_block]
+            out[in_pool] = _prefill(block, attend, query, keys, values, scale, window)[in_block]
         return out
 
 
@@ -202,8 +204,22 @@ class StepPlan:
         )
 
 
+_Attend: TypeAlias = Callable[..., Tensor]
+"""``scaled_dot_product_attention``, or what has its arguments."""
+
+
+def _attention_of(pool: KVPool) -> _Attend:
+    return exact_attention if pool.geometry.exact else scaled_dot_product_attention
+
+
 def _decode(
-    block: DecodeBlock, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+    block: DecodeBlock,
+    attend: _Attend,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attend with one query per row. Grouped query heads become queries of their key head, without copies."""
     tokens, heads, dim = query.shape
@@ -212,7 +228,7 @@ def _decode(
         spread = grouped.new_zeros((block.region, *grouped.shape[1:]))
         grouped = spread.index_copy_(0, block.row_index, grouped)
     length = block.masks.length
-    out = scaled_dot_product_attention(
+    out = attend(
         grouped,
         keys[: block.region, :, :length],
         values[: block.region, :, :length],
@@ -225,7 +241,13 @@ def _decode(
 
 
 def _prefill(
-    block: PrefillBlock, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+    block: PrefillBlock,
+    attend: _Attend,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attend with the padded chunks; returns [chunks * width, heads, value dim]."""
     padded = query[block.packed].transpose(1, 2)
@@ -235,9 +257,7 @@ def _prefill(
     heads, width = padded.shape[1], block.width
     grouped = heads != seen_keys.shape[1]
     if block.fresh and block.length == width and (window is None or window >= block.length):
-        out = scaled_dot_product_attention(
-            padded, seen_keys, seen_values, is_causal=True, scale=scale, enable_gqa=grouped
-        )
+        out = attend(padded, seen_keys, seen_values, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
         if grouped and not on_cpu(query.device):
             # With a mask, only the CPU kernel shares key heads without a copy.
@@ -252,7 +272,7 @@ def _prefill(
             if rows < width:
                 masks = Masks(masks.positions[:, start : start + rows], masks.length, masks.dtype)
             parts.append(
-                scaled_dot_product_attention(
+                attend(
                     padded[:, :, start : start + rows],
                     seen_keys,
                     seen_values,
@@ -275,9 +295,10 @@ def decode_block(pool: KVPool, rows: npt.NDArray[np.int64], positions: npt.NDArr
         spread[rows] = positions
         positions = spread
     length = int(positions.max()) + 1
-    if not on_cpu(device):
-        # Kernels are chosen, and some are planned, anew for each length.
-        length = min(-(-length // _LENGTHS) * _LENGTHS, pool.capacity)
+    if pool.geometry.exact or not on_cpu(device):
+        # On a GPU kernels are chosen, and some are planned, anew for each length.
+        unit = KEY_BLOCK if pool.geometry.exact else _LENGTHS
+        length = min(-(-length // unit) * unit, pool.capacity)
     masks = Masks(torch.from_numpy(positions).to(device).unsqueeze(1), length, pool.dtype)
     return DecodeBlock(len(rows), region, row_index, masks)
 
@@ -312,6 +333,8 @@ def prefill_blocks(
         real = (np.arange(width)[None, :] < sizes[chunks][:, None]).reshape(-1)
         packed = begins[chunks][:, None] + steps
         length = int((starts[chunks] + sizes[chunks]).max())
+        if pool.geometry.exact:
+            length = -(-length // KEY_BLOCK) * KEY_BLOCK
         in_block = np.flatnonzero(real)
         in_pool = packed.reshape(-1)[in_block]
         blocks.append(

@@ -7,7 +7,8 @@ matrices and single rows gain nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory, rope_limit, unseen_window
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
+from turnwise.engine.numerics.exact import ExactLinear, make_exact
+from turnwise.engine.numerics.self_check import CHUNKS, Part, first_variant
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.engine.vllm_side.turnwise_weight_group import GroupFailed, joined
 from turnwise.errors import FormatError, InferenceError, requires_extra
@@ -107,6 +110,7 @@ def _gains(weight: torch.Tensor) -> bool:
 
 _REMEDY = "serve this model with another backend"
 _PROBE_TOKENS = 12
+_MERGED = "whose product the trainer adds after that of its matrix: with exact numerics servers hold full weights"
 
 
 class CausalLM:
@@ -130,8 +134,9 @@ class CausalLM:
     _away: Sequence[tuple[list[torch.Tensor], torch.Size]] = ()
 
     def __init__(
-        self, path: str | Path, *, dtype: str = "auto", device: str = "auto", routed_experts: bool = False
-    ) -> None:
+        self, path: str | Path, *, dtype: str = "auto", device: str = "auto", routed_experts: bool = False,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         """Load a checkpoint.
 
         Args:
@@ -139,10 +144,11 @@ class CausalLM:
             dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
             routed_experts: Whether the experts of each token are kept, for requests that ask for them.
+            exact: Whether log-probabilities are those of the trainer to the last bit (``engine/numerics/exact.py``).
 
         Raises:
             InferenceError: The checkpoint is unreadable, the engine does not compute its architecture exactly, or its
-                experts cannot be kept.
+                experts cannot be kept; or an operation has no exact form, with its name.
             MissingExtraError: transformers is not installed.
         """
         with requires_extra("transformers", "serve", "the built-in inference server"):
@@ -167,24 +173,18 @@ class CausalLM:
         self._config: Any = self._model.config.get_text_config()
         self.dtype: torch.dtype = self._model.dtype
         self.vocabulary: int = int(self._model.get_input_embeddings().weight.shape[0])
-        longest = getattr(self._config, "max_position_embeddings", None)
-        if longest is None:
-            raise InferenceError(f"{self._architecture} names no max_position_embeddings; {_REMEDY}")
-        # Beyond it, angles would depend on what else is in the batch.
-        limit = rope_limit(self._config.to_dict())
-        self.context_length: int = int(longest) if limit is None else min(int(longest), limit.tokens)
-        generation: Any = self._model.generation_config
-        eos = generation.eos_token_id if generation is not None else None
-        eos = self._config.eos_token_id if eos is None else eos
-        self.eos_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
-        self._packed: list[PackedLinear] = pack_linears(self._model)
+        self.context_length: int = self._longest_context()
+        self.eos_ids: tuple[int, ...] = self._eos()
+        self._packed: Sequence[PackedLinear | ExactLinear] = self._substituted() if exact else pack_linears(self._model)
         self._names = CheckpointNames(self._model, self._model.state_dict())
         self.vision = VisionTower.of(self._model)
         self._base = BaseWeights()
         self.adapters = NamedAdapters(self._model, self._excluded())
         with Routers.search(self._model, self._config.to_dict()) as routers:
-            self.geometry = self._probe()
+            self.geometry = replace(self._probe(), exact=exact)
         self.routers: Routers | None = next(iter(routers), None)
+        if exact:
+            self._verify_exact()
         self._verify()
         self.keeps_routes = routed_experts and self._watch_routers()
 
@@ -367,7 +367,9 @@ class CausalLM:
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> None:
         """Replace the weights by the launch weights with an adapter, in place; all or none. Raises FormatError."""
         self._check_unnamed(version)
-        packed = {id(layer.weight): layer for layer in self._packed}
+        if self.geometry.exact:
+            raise FormatError(f"weights version {version} is an adapter, {_MERGED}")
+        packed = {id(layer.weight): layer for layer in self._packed if isinstance(layer, PackedLinear)}
 
         def changed(matrix: torch.Tensor) -> None:
             if (layer := packed.get(id(matrix))) is not None:
@@ -377,6 +379,8 @@ class CausalLM:
 
     def load_named(self, tensors: Mapping[str, torch.Tensor], adapter: AdapterInfo, version: int) -> int:
         """Serve an adapter by its name, beside others on the launch weights; return its number. Raises FormatError."""
+        if self.geometry.exact:
+            raise FormatError(f"weights version {version} is the adapter {adapter.name!r}, {_MERGED}")
         if self._base.changed:
             raise FormatError(
                 f"weights version {version} is the adapter {adapter.name!r} on the weights that this server was "
@@ -434,7 +438,7 @@ class CausalLM:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
-        pool = KVPool(self.geometry, 32, self.dtype, self.device, max_rows=2)
+        pool = KVPool(self.geometry, self.geometry.smallest_row, self.dtype, self.device, max_rows=2)
         pool.resize(2, np.zeros(0, dtype=np.int64))
         # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
         logits_by_part = []
@@ -461,6 +465,57 @@ class CausalLM:
                 f"model's own (allowed: {tolerance:.3g}); {_REMEDY}"
             )
 
+    def _longest_context(self) -> int:
+        """Return the longest sequence whose positions are computed alike. Raises InferenceError."""
+        longest = getattr(self._config, "max_position_embeddings", None)
+        if longest is None:
+            raise InferenceError(f"{self._architecture} names no max_position_embeddings; {_REMEDY}")
+        # Beyond it, angles would depend on what else is in the batch.
+        limit = rope_limit(self._config.to_dict())
+        return int(longest) if limit is None else min(int(longest), limit.tokens)
+
+    def _eos(self) -> tuple[int, ...]:
+        """Return the EOS ids of the generation config, else of the model's."""
+        generation: Any = self._model.generation_config
+        eos = generation.eos_token_id if generation is not None else None
+        eos = self._config.eos_token_id if eos is None else eos
+        return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+    def _substituted(self) -> list[ExactLinear]:
+        """Substitute the operations of the model by exact ones. Raises InferenceError."""
+        try:
+            if self._sees:
+                raise ValueError("its vision tower attends with kernels whose sums depend on the images of a batch")
+            return make_exact(self._model, keep=True)
+        except ValueError as error:
+            raise InferenceError(f"{self._architecture} cannot be served with exact numerics: {error}") from error
+
+    def _verify_exact(self) -> None:
+        """Check that logits do not depend on chunks, nor on what is beside a sequence. Raises InferenceError."""
+        if self.geometry.key_dim != self.geometry.value_dim:
+            raise InferenceError(
+                f"{self._architecture} cannot be served with exact numerics: no kernel with one order of sums "
+                "attends to values of another size than keys"
+            )
+        count = sum(CHUNKS)
+        token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
+        pool = KVPool(self.geometry, self.geometry.smallest_row, self.dtype, self.device, max_rows=2)
+        pool.resize(2, np.zeros(0, dtype=np.int64))
+
+        def part(start: int, stop: int, beside: bool) -> Part:
+            run = partial(self._verify_step, pool, token_ids, start, stop, beside)
+            return Part(run, slice(0, stop - start), slice(start, stop))
+
+        chunks = list(zip(CHUNKS, np.cumsum(CHUNKS).tolist(), strict=True))
+        parts = [part(stop - size, stop, beside) for beside in (False, True) for size, stop in chunks]
+        with torch.inference_mode():
+            variant = first_variant(self._model, partial(self._verify_step, pool, token_ids, 0, count, False), parts)
+        if variant is not None:
+            raise InferenceError(
+                f"{self._architecture} cannot be served with exact numerics: {variant} computes for a token what "
+                "depends on the tokens beside it"
+            )
+
     def _verify_step(
         self, pool: KVPool, token_ids: npt.NDArray[np.int64], start: int, stop: int, unchunked: bool
     ) -> torch.Tensor:
@@ -472,7 +527,7 @@ class CausalLM:
             count = len(token_ids)
             positions = np.concatenate([positions, np.arange(count)])
             tokens, lines = np.concatenate([tokens, token_ids]), np.concatenate([lines, np.ones(count, dtype=np.int64)])
-            starts, sizes, rows = np.array([0, 0]), np.array([size, count]), np.array([0, 1])
+            starts, sizes, rows = np.array([start, 0]), np.array([size, count]), np.array([0, 1])
         index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
         decode, prefills = None, []
         if size == 1 and not unchunked:

@@ -31,6 +31,7 @@ from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.decoding.sleep import EngineMemory
 from turnwise.engine.experts.route_rows import RouteRows
+from turnwise.engine.numerics.exact import token_logprobs
 from turnwise.engine.sampling import sample
 from turnwise.model.core import AdapterInfo, GroupAddress
 from turnwise.types import Logprobs
@@ -124,11 +125,11 @@ class Engine:
         self._deliver = deliver
         self._max_batch_tokens = max_batch_tokens
         self._tokenizer = tokenizer
-        budget = kv_tokens if kv_tokens is not None else max(_KV_TOKENS, capacities(self.max_context)[-1])
+        longest = capacities(self.max_context, model.geometry.smallest_row)[-1]
+        budget = kv_tokens if kv_tokens is not None else max(_KV_TOKENS, longest)
         # As many prefixes as sequences: more would only grow colder.
-        slots = 2 * max_seqs
         self._cache = KVCache(
-            model.geometry, model.dtype, model.device, slots=slots, longest=self.max_context, budget=budget
+            model.geometry, model.dtype, model.device, slots=2 * max_seqs, longest=self.max_context, budget=budget
         )
         self._roster = Scheduler(
             self._cache,
@@ -365,6 +366,9 @@ class Engine:
         ids = ids if self._images is None else self._images.plain(ids)
         columns = torch.from_numpy(ids).to(logits.device).unsqueeze(1)
         scaled = logits.float()
+        if self.model.geometry.exact:
+            exact: Logprobs = token_logprobs(scaled, columns[:, 0]).numpy()
+            return exact
         logprobs: Logprobs = (scaled.gather(1, columns).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
         return logprobs
 
@@ -379,7 +383,8 @@ class Engine:
         positions = cache.length[slots]
         table = self._roster.table
         allowed = self._roster.allowed(slots, logits.shape[1])
-        token_ids, logprobs, cut = sample(logits, table.rows(slots), table.draws(slots, positions), allowed)
+        draws = table.draws(slots, positions)
+        token_ids, logprobs, cut = sample(logits, table.rows(slots), draws, allowed, exact=self.model.geometry.exact)
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
         if cut is not None:

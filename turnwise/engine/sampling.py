@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from turnwise.engine.numerics.exact import token_logprobs
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -73,6 +75,8 @@ def sample(
     params: RowParams,
     draws: npt.NDArray[np.float64],
     allowed: npt.NDArray[np.bool_] | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
     """Sample one id per row by inverting the cumulative distribution.
 
@@ -84,6 +88,7 @@ def sample(
         params: Sampling parameters.
         draws: float64 of shape [rows] in [0, 1).
         allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None without structured output.
+        exact: Whether log-probabilities are by ``log_softmax``, as the trainer's (``engine/numerics/exact.py``).
 
     Returns:
         Ids (int64), log-probabilities (float32) and the probability that truncation cut off (float32; None where it cut
@@ -102,7 +107,8 @@ def sample(
     # Only greedy rows ask where the peak is: that takes ten times as long as its value.
     best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
     if best is not None and bool(greedy.all()):
-        return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy(), None
+        likeliest = token_logprobs(scaled, best[:, 0]) if exact else weights.sum(-1).log().neg()
+        return best.squeeze(1).cpu().numpy(), likeliest.cpu().numpy(), None
     truncated = _truncate(weights, params, greedy)
     cumulative = truncated.cumsum(-1)
     total = cumulative[:, -1:]
@@ -114,9 +120,12 @@ def sample(
     if best is not None:
         token_ids = torch.where(torch.from_numpy(greedy).to(token_ids.device).unsqueeze(1), best, token_ids)
     mass = total if truncated is weights else weights.sum(-1, keepdim=True)
-    logprobs = scaled.gather(1, token_ids) - peak - mass.log()
+    if exact:
+        logprobs = token_logprobs(scaled, token_ids[:, 0])
+    else:
+        logprobs = (scaled.gather(1, token_ids) - peak - mass.log()).squeeze(1)
     cut = None if truncated is weights else (1 - truncated.sum(-1) / mass.squeeze(1)).cpu().numpy()
-    return token_ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy(), cut
+    return token_ids.squeeze(1).cpu().numpy(), logprobs.cpu().numpy(), cut
 
 
 def _sample_allowed(

@@ -31,6 +31,7 @@ from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.decoding.sleep import PARTS
 from turnwise.engine.engine import Engine
+from turnwise.engine.numerics.self_check import capability
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
 from turnwise.engine.weights import read_weights
 from turnwise.errors import ConfigError, FormatError, InferenceError
@@ -269,6 +270,7 @@ class App:
         numbers = self._engine.model.adapters.numbers
         return {
             **asdict(stats),
+            "numerics": capability() if self._engine.model.geometry.exact else None,
             "adapters": {name: self._engine.version_of(number) for name, number in dict(numbers).items()},
             "received": self._received,
             "cpu_seconds": time.process_time(),
@@ -419,7 +421,9 @@ def _load(spec: ServerSpec, deliver: Callable[[list[Output]], None]) -> tuple[En
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
-    model = CausalLM(spec.model, dtype=config.dtype, device=config.device, routed_experts=config.routed_experts)
+    model = CausalLM(
+        spec.model, dtype=config.dtype, device=config.device, routed_experts=config.routed_experts, exact=config.exact
+    )
     try:
         engine = Engine(
             model,

@@ -41,7 +41,7 @@ _SERVER_IMPORTS = ("turnwise.engine.causal_lm", "transformers.modeling_utils", "
 
 def forked_servers(configs: Sequence[InferenceConfig]) -> AbstractContextManager[None]:
     """Fork this process for each built-in server that starts in the context; see :class:`ForkedProcesses`."""
-    count = sum(config.replicas for config in configs if config.engine == "builtin" and not config.urls)
+    count = sum(config.replicas for config in configs if config.builtin and not config.urls)
     return ForkedProcesses(_SERVER, _SERVER_IMPORTS).forked(count)
 
 

@@ -58,8 +58,9 @@ class InferenceConfig(Section):
     """Settings of inference servers.
 
     Attributes:
-        engine: ``builtin``, ``vllm``, ``sglang``, the class of a replica as ``pkg.mod:Class``, or a name of
-            :func:`turnwise.inference.engines.register_inference_engine`.
+        engine: ``builtin``; ``exact``, the built-in one whose log-probabilities are the trainer's to the last bit,
+            whatever is computed beside them (float32 on a CPU); ``vllm``, ``sglang``, the class of a replica as
+            ``pkg.mod:Class``, or a name of :func:`turnwise.inference.engines.register_inference_engine`.
         url: Running servers of the engine (comma-separated) instead of launched ones.
         replicas: Number of servers that share the requests.
         dtype: ``auto`` takes the checkpoint's.
@@ -96,6 +97,16 @@ class InferenceConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     server: EngineServerConfig = EngineServerConfig()
     custom: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def builtin(self) -> bool:
+        """Whether its servers are built-in ones."""
+        return self.engine in ("builtin", "exact")
+
+    @property
+    def exact(self) -> bool:
+        """Whether servers and learner compute with exact numerics (``turnwise.engine.numerics``)."""
+        return self.engine == "exact"
 
     @property
     def urls(self) -> list[str]:

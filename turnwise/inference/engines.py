@@ -20,7 +20,7 @@ from turnwise.errors import ConfigError, nearest
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.inference.guard.turnwise_guard import ALLOWED_HOSTS
 from turnwise.model.core import Replica
-from turnwise.placement.devices import CPU
+from turnwise.placement.devices import AUTO, CPU
 from turnwise.plugins import check_contract, load_object, references, registering
 from turnwise.types import RouteShape
 
@@ -28,6 +28,7 @@ R = TypeVar("R", bound=type[Replica])
 
 ENGINES: dict[str, type[Replica] | str] = {
     "builtin": "turnwise.inference.builtin:BuiltinReplica",
+    "exact": "turnwise.inference.builtin:BuiltinReplica",
     "vllm": "turnwise.inference.vllm:VLLMReplica",
     **references("inference_engines"),
 }
@@ -254,6 +255,8 @@ async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
         )
     if config.routed_experts:
         _check_routes(model, config)
+    if config.exact:
+        _check_exact(model, config)
     warnings = await engine.check(model, config)
     on_cpu = config.device == CPU or not _GPU.exists()
     if on_cpu and not config.urls and served_dtype(model, config.dtype) == "bfloat16" and emulates_bfloat16():
@@ -263,6 +266,18 @@ async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:
             "twice the memory of the weights"
         )
     return warnings
+
+
+def _check_exact(model: Path, config: InferenceConfig) -> None:
+    """Check that servers can compute with exact numerics. Raises ConfigError, which names the operation."""
+    dtype = "float32" if config.urls else served_dtype(model, config.dtype)
+    if dtype != "float32":
+        problem = f"dtype is {config.dtype}, so that servers round products to {dtype}: set dtype to float32"
+    elif config.device not in (AUTO, CPU):
+        problem = f"device is {config.device}, whose products depend on the batch: set device to cpu"
+    else:
+        return
+    raise ConfigError(f"inference.engine is exact, but inference.{problem}, or engine to builtin")
 
 
 def _check_routes(model: Path, config: InferenceConfig) -> None:

@@ -22,7 +22,7 @@ from turnwise.errors import InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.model import policy as policy_module
-from turnwise.trainer.model.chunked_logprobs import score_states
+from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.policy import Policy, load_model
 
 Row = Callable[..., TrainRow]
@@ -270,11 +270,12 @@ def test_a_model_with_unsupported_logit_transforms_is_refused(model_dir: Callabl
     """The proof has teeth: a scale behind the output matrix that no configuration key announces."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("granite"))
     model.config.logits_scaling = 3.0
-    policy_module.check_packable(model)
+    transform = LogitTransform(divisor=3.0)
+    policy_module.check_packable(model, transform)
     model.set_attn_implementation("sdpa")
     hook = model.register_forward_hook(lambda m, i, output: output.__setitem__("logits", output.logits * 1.5))
     with pytest.raises(TrainError, match="packed logits differ"):
-        policy_module.check_packable(model)
+        policy_module.check_packable(model, transform)
     hook.remove()
 
 

@@ -18,6 +18,7 @@ import torch
 
 from turnwise.engine.accelerator import on_cpu
 from turnwise.engine.experts.route_rows import RouteRows
+from turnwise.engine.numerics.exact import KEY_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,22 @@ class Geometry:
         heads: Key/value heads.
         key_dim: Size of a key.
         value_dim: Size of a value.
+        exact: Whether attention reads whole blocks of keys, which rows then hold (``engine/numerics/exact.py``).
     """
 
     layers: int
     heads: int
     key_dim: int
     value_dim: int
+    exact: bool = False
+
+    @property
+    def smallest_row(self) -> int:
+        """Tokens of the shortest rows."""
+        return KEY_BLOCK if self.exact else _SMALLEST_ROW
 
 
+_SMALLEST_ROW = 32
 # Python 3.11 does not name it; the value of Linux on x86-64 and arm64.
 _MAP_NORESERVE = 0x4000
 
@@ -196,13 +205,13 @@ _MOVE_COST = 8
 """Moving a row costs about as much as attention over it in this many steps."""
 
 
-def capacities(longest: int) -> list[int]:
-    """Return the row capacities, 32 * {1, 2, 3, 4, 6, 8, 12, ...}, the last of which holds ``longest`` tokens."""
-    sizes = [32]
+def capacities(longest: int, smallest: int = _SMALLEST_ROW) -> list[int]:
+    """Return the row capacities, ``smallest`` (a power of 2) * {1, 2, 3, 4, 6, 8, ...}, up to ``longest`` tokens."""
+    sizes = [smallest]
     while sizes[-1] < longest:
         size = sizes[-1]
         power = 1 << (size.bit_length() - 1)
-        sizes.append(64 if size == 32 else power + power // 2 if size == power else 2 * power)
+        sizes.append(2 * size if size == smallest else power + power // 2 if size == power else 2 * power)
     return sizes
 
 
@@ -233,7 +242,7 @@ class KVCache:
     def __init__(
         self, geometry: Geometry, dtype: torch.dtype, device: torch.device, *, slots: int, longest: int, budget: int
     ) -> None:
-        sizes = capacities(longest)
+        sizes = capacities(longest, geometry.smallest_row)
         if budget < sizes[-1]:
             raise ValueError(
                 f"kv_tokens is {budget}, but one sequence of max_context={longest} tokens takes {sizes[-1]}: "

@@ -11,6 +11,7 @@ from turnwise.agents.roles import MAIN
 from turnwise.config import ConfigPath, ConfigReference, Section, shorthand
 from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig, RendererConfig
+from turnwise.placement.devices import AUTO, CPU
 from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.types import StopReason
@@ -240,6 +241,11 @@ class PolicyConfig(Section):
     renderer: RendererConfig | None = None
 
     @property
+    def exact(self) -> bool:
+        """Whether its log-probabilities are those of its servers to the last bit."""
+        return self.inference is not None and self.inference.exact
+
+    @property
     def critic_optim(self) -> OptimConfig:
         """The optimizer of the critic."""
         return self.optim if self.critic is None else self.optim.model_copy(update={"lr": self.critic.lr})
@@ -281,6 +287,30 @@ class LoggerConfig(Section):
 
 LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, shorthand("name")]]
 """``loggers`` of a configuration; a name alone is a logger without options."""
+
+
+def check_exact(name: str, policy: PolicyConfig) -> None:
+    """Check that a policy with exact numerics computes by operations that have an exact form.
+
+    Raises:
+        ValueError: One has none; names key, value and operation.
+    """
+    model, device = policy.model, policy.model.device
+    inexact = {
+        "engine": (policy.engine, policy.engine != "torch", "whose learner has other products: set it to torch"),
+        "model.device": (device, device not in (AUTO, CPU), "whose products depend on the batch: set it to cpu"),
+        "model.compute_dtype": (
+            model.compute_dtype, model.compute_dtype != "float32", "which rounds products: set it to float32"
+        ),
+        "model.lora": (model.lora, model.lora is not None, "whose product servers merge into its matrix: remove it"),
+        "model.optimizations": (model.optimizations, model.optimizations, "which are other kernels: remove them"),
+    }  # fmt: skip
+    for key, (value, wrong, why) in inexact.items():
+        if wrong:
+            raise ValueError(
+                f"inference.engine is exact, but policies.{name}.{key} is {value}, {why}, or set inference.engine to "
+                "builtin"
+            )
 
 
 def merged_section(defaults: SectionT, policy: SectionT, key: str) -> SectionT:

@@ -20,7 +20,14 @@ from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig
-from turnwise.trainer.config.policy import LoggersConfig, PolicyConfig, PositiveInt, check_policies, merged_section
+from turnwise.trainer.config.policy import (
+    LoggersConfig,
+    PolicyConfig,
+    PositiveInt,
+    check_exact,
+    check_policies,
+    merged_section,
+)
 
 
 class TrainEvalConfig(EvalPlan):
@@ -405,6 +412,8 @@ class TrainConfig(Section):
         for name in self.policies:
             alone = self.of_policy(name)
             check_algorithm(name, alone)
+            if alone.policy.exact:
+                check_exact(name, alone.policy)
             check_teacher_named(alone)
         return self
 
@@ -457,11 +466,15 @@ class TrainConfig(Section):
         """Return the configuration of one policy: ``policies`` holds it alone, and its sections are the run's."""
         policy = self.policies[name]
         serving = policy if policy.served_by is None else self.policies[policy.served_by]
+        inference = serving.inference or self.inference
         sections = {
             "algorithm": policy.algorithm or self.algorithm,
-            "inference": serving.inference or self.inference,
+            "inference": inference,
             "renderer": policy.renderer or self.renderer,
         }
+        if inference.exact:
+            # Its learner computes as its servers do.
+            policy = policy.model_copy(update={"inference": inference})
         return self.model_copy(update={"policies": {name: policy}, **sections})
 
     @property

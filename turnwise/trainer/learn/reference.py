@@ -83,9 +83,8 @@ def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> 
     if isinstance(learner, ModelHost):
         second = learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
         return second.logprobs
-    frozen = load_model(
-        model.path, device=require_device(model.device, "model.device"), compute_dtype=model.compute_dtype, lora=lora
-    )
+    device = require_device(model.device, "model.device")
+    frozen = load_model(model.path, device=device, compute_dtype=model.compute_dtype, lora=lora, exact=policy.exact)
     return _frozen_model(frozen, offload=config.offload)
 
 

@@ -143,6 +143,7 @@ class TorchLearner(Learner):
             lora=model.lora,
             freeze_vision=model.freeze_vision,
             optimizations=model.optimizations,
+            exact=config.exact,
         )
         return cls(policy, config, total_steps)
 

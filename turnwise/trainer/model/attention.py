@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.attention.varlen import varlen_attn
 
 from turnwise.engine.accelerator import compiles_attention, on_cpu
+from turnwise.engine.numerics.exact import exact_attention
 from turnwise.errors import TrainError
 from turnwise.trainer.model.layout import Bucket, OwnBucket, PackedLayout
 
@@ -336,6 +337,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, sco
     """Attend by the kernel for the device and the scoring; arguments as in :func:`flex_tree_attention`."""
     smooth = scoring.softcap is None and scoring.sinks is None
     plain = smooth and scoring.window is None
+    if layout.exact:
+        if not smooth or value.shape[-1] != query.shape[-1]:
+            raise TrainError(
+                "numerics are exact, but no kernel with one order of sums attends by a softcap or sinks, or to values "
+                "of another size than keys"
+            )
+        return _by_paths(query, key, value, layout, scoring)
     if layout.varlen and smooth and not layout.is_tree and _fits_varlen(query, value):
         return varlen_attention(query, key, value, layout, scoring)
     if plain and on_cpu(query.device) and value.shape[-1] == query.shape[-1]:
@@ -385,7 +393,10 @@ def _by_paths(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, s
             if groups > 1 and bq.dtype == torch.float32 and not on_cpu(bq.device):
                 # In float32 no fused kernel shares key heads; without one, scores of T x T are stored.
                 bk, bv, groups = bk.repeat_interleave(groups, 1), bv.repeat_interleave(groups, 1), 1
-            out = F.scaled_dot_product_attention(
+            attend = exact_attention if layout.exact else F.scaled_dot_product_attention
+            if layout.exact and mask is not None:
+                mask = torch.zeros(mask.shape, dtype=bq.dtype).masked_fill_(~mask, -torch.inf)
+            out = attend(
                 bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling, enable_gqa=groups > 1
             )
         else:

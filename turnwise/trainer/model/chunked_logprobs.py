@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.engine.accelerator import on_cpu
+from turnwise.engine.numerics.exact import exact_linear, pack_weight
 from turnwise.trainer.model.optimizations import CompiledFunction
 
 HELD_BYTES = 1 << 26
@@ -76,6 +77,7 @@ def score_states(
     entropy: bool,
     tile_bytes: int | None = None,
     fused: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -94,6 +96,7 @@ def score_states(
             :data:`HELD_BYTES` if all logits fit, else a size for the device.
         fused: Compile what is computed between the products of tiles; their logits are then stored in the type of the
             products only.
+        exact: Read whole rows of the vocabulary in the forward pass, by exact products (``engine/numerics/exact.py``).
 
     Returns:
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
@@ -104,7 +107,7 @@ def score_states(
         tile_bytes = _TILE_BYTES if on_cpu(states.device) else _TILE_BYTES_ELSEWHERE
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
-    tiles = _Tiles(transform, entropy, columns, fused)
+    tiles = _Tiles(transform, entropy, columns, fused, exact)
     logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles)
     return logprobs, entropies if entropy else None
 
@@ -122,12 +125,13 @@ def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile, whether their kernels are fused."""
+    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile, whether kernels are fused or exact."""
 
     transform: LogitTransform
     entropy: bool
     columns: int
     fused: bool
+    exact: bool
 
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
@@ -159,13 +163,14 @@ class _Scores(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
             if tiles.columns >= weight.shape[0]:
-                raw = matrix.logits(0, weight.shape[0])
+                raw = exact_linear(states, weight, bias) if tiles.exact else matrix.logits(0, weight.shape[0])
                 logs = F.log_softmax(_scale(raw, tiles.transform, divide), dim=-1)
                 logprobs = logs.gather(1, ids[:, None])[:, 0]
                 entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
                 saved: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
             else:
-                logprobs, entropies, normalizer = _online(matrix, ids, divide, tiles)
+                read = _by_rows if tiles.exact else _online
+                logprobs, entropies, normalizer = read(matrix, ids, divide, tiles)
                 saved = (normalizer, None, None)
         ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *saved)
         return logprobs, entropies
@@ -226,6 +231,21 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
     normalizer = largest + logarithm
     entropies = logarithm - mean / total if tiles.entropy else targets.new_zeros(0)
     return targets - normalizer, entropies, normalizer
+
+
+def _by_rows(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`_online` does, reading as many whole rows of the vocabulary at a time as tiles have room."""
+    packed, parts = pack_weight(matrix.weight), []
+    count = max(1, len(ids) * tiles.columns // matrix.weight.shape[0])
+    for rows in torch.split(torch.arange(len(ids)), count):
+        raw = exact_linear(matrix.states[rows], matrix.weight, matrix.bias, packed)
+        scaled = _scale(raw, tiles.transform, None if divide is None else divide[rows])
+        logs = F.log_softmax(scaled, dim=-1)
+        logprobs, targets = (values.gather(1, ids[rows, None])[:, 0] for values in (logs, scaled))
+        entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs[:0]
+        parts.append((logprobs, entropies, targets - logprobs))
+    logprobs, entropies, normalizer = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logprobs, entropies, normalizer
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

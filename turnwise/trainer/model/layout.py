@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from turnwise.engine.numerics.exact import KEY_BLOCK
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
@@ -78,6 +79,7 @@ class PackedLayout:
         depths: Per segment the tokens before it on its path.
         block_masks: Cache of :func:`turnwise.trainer.model.attention.block_mask` by window, shared by all layers.
         sequence: The ranks that share the row's tokens; None where one rank computes them all.
+        exact: Whether attention is over whole blocks of the keys of a path (``engine/numerics/exact.py``).
         varlen: Whether segments without ancestors are attended to by torch's kernel for rows of any length.
         windows: The sliding windows of the layers that have attended.
     """
@@ -88,6 +90,7 @@ class PackedLayout:
     depths: tuple[int, ...] = field(repr=False)
     block_masks: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
     sequence: SequenceGroup | None = None
+    exact: bool = False
     varlen: bool = False
     windows: set[int | None] = field(default_factory=set, repr=False, compare=False)
 
@@ -178,11 +181,13 @@ class PackedLayout:
         for members in _similar(shapes):
             longest = max(shapes[n][0] for n in members)
             reach = max(sum(shapes[n]) for n in members)
+            if self.exact:
+                reach = -(-reach // KEY_BLOCK) * KEY_BLOCK
             queries = np.stack([_padded(self._own(n), longest) for n in members])
             keys = np.stack([_padded(self._path(n), reach) for n in members])
             depths = np.stack([_padded(np.arange(shapes[n][1], sum(shapes[n])), longest) for n in members])
             valid = np.stack([np.arange(longest) < shapes[n][0] for n in members])
-            square = all(shapes[n][1] == 0 for n in members)
+            square = not self.exact and all(shapes[n][1] == 0 for n in members)
             q, k, d, v = (self._tensor(values.ravel()) for values in (queries, keys, depths, valid))
             buckets.append(Bucket((len(members), longest), q, k, d, v, square))
         return tuple(buckets)

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
 from turnwise.engine.accelerator import autocast, main_memory
-from turnwise.engine.capacity import RopeLimit, rope_limit, unseen_window
+from turnwise.engine.capacity import RopeLimit, rope_limit
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
-from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
+from turnwise.engine.numerics.exact import make_exact
+from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import CheckpointError, FormatError, TrainError, requires_extra
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
@@ -31,6 +32,7 @@ from turnwise.trainer.config.policy import LoRAConfig, Optimization
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.model.blocks import padded_tokens, prepare_layers
+from turnwise.trainer.model.checks import check_exact, check_packable
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach, halve_base
@@ -48,7 +50,6 @@ with requires_extra("transformers", "train", "training a model"):
 
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What makes a checkpoint usable without the original: tokenizer, chat template, sampling, our own note of the format.
 _COMPANIONS = (
     "tokenizer*.json", "*_tokens*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "chat_template.*",
@@ -72,8 +73,10 @@ class Policy:
         vision: The model's vision tower; None where it takes text only.
         routers: Its routers; None for a model without experts, or where they cannot be replayed.
         optimizations: Those in use (:func:`load_model` chooses them).
+        exact: Whether log-probabilities are those of the built-in engine to the last bit.
     """
 
+    exact = False
     routers: Routers | None = None
     optimizations: frozenset[Optimization] = frozenset()
 
@@ -102,10 +105,29 @@ class Policy:
         computed = self.compute_dtype if "bfloat16_base" in self.optimizations else "float32"
         settings = self.model.config.get_text_config().to_dict()
         with Routers.search(self.model, settings) as routers, watched, autocast(self.device, computed):
-            check_packable(self.model)
+            check_packable(self.model, self._transform)
+        if self.exact:
+            check_exact(self.model)
         self.routers = next(iter(routers), None)
         if self.routers is not None:
             self.routers.watch()
+
+    def substitute_operations(self) -> None:
+        """Substitute the operations of the model by exact ones. Raises TrainError."""
+        name = type(self.model).__name__
+        try:
+            if self.lora is not None:
+                raise ValueError("an adapter's product is added after that of its matrix, and servers merge both")
+            if self.vision is not None:
+                raise ValueError("its vision tower attends with kernels whose sums depend on the images of a batch")
+            if self.compute_dtype != "float32":
+                raise ValueError(
+                    f"products in {self.compute_dtype} (compute_dtype) are rounded otherwise than the server's"
+                )
+            make_exact(self.model, keep=False)
+        except ValueError as error:
+            raise TrainError(f"{name} cannot be trained with exact numerics: {error}") from error
+        self.exact = True
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +152,7 @@ class Policy:
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             fused = "fused_loss" in self.optimizations
             logprobs, entropies = score_states(
-                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused
+                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused, exact=self.exact
             )
         return TokenScores(
             self.gather(batch, logprobs),
@@ -226,8 +248,8 @@ class Policy:
             ids, positions = (F.pad(tensor, (0, padding)) for tensor in (ids, positions))
             segments = (*segments, (batch.tokens, padding, -1)) if padding else segments
         layout = PackedLayout.of(segments, device, self.sequence)
-        if "varlen" in self.optimizations:
-            layout = replace(layout, varlen=True)
+        if self.exact or "varlen" in self.optimizations:
+            layout = replace(layout, exact=self.exact, varlen=not self.exact)
         if self.sequence is not None:
             ids, positions = (self.sequence.slice_tokens(tensor) for tensor in (ids, positions))
         inputs: dict[str, Any] = {"input_ids": ids.to(device)}
@@ -353,6 +375,7 @@ def load_model(
     lora: LoRAConfig | None = None,
     freeze_vision: bool = False,
     optimizations: Sequence[Optimization] | None = (),
+    exact: bool = False,
 ) -> Policy:
     """Load a causal language model or a vision-language model, and check that its packed forward equals its plain one.
 
@@ -366,9 +389,10 @@ def load_model(
         freeze_vision: Whether the vision tower and its connector are frozen.
         optimizations: Faster forms of forward and backward pass; what cannot be used is left out, with a line in the
             log. None for those of the device.
+        exact: Whether its log-probabilities are those of the built-in engine to the last bit.
 
     Raises:
-        TrainError: The model cannot be loaded, or cannot be trained packed.
+        TrainError: The model cannot be loaded, or cannot be trained packed; or an operation has no exact form.
     """
     if not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise TrainError(
@@ -391,6 +415,8 @@ def load_model(
         policy.optimizations = frozenset({"bfloat16_base"})
         _read_half(policy)
     model.to(device)
+    if exact:
+        policy.substitute_operations()
     policy.check()
     if freeze_vision:
         _freeze_vision(model)
@@ -505,67 +531,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             enable_progress_bar()
-
-
-def check_packable(model: Any) -> None:
-    """Switch a model to packed attention and check that packed sequences give the logits of each alone.
-
-    Packed are two sequences with a shared prefix and a separate one; the reference is the model's own attention, one
-    sequence at a time. Layers with recurrent state (state-space, linear attention) fail here.
-
-    Raises:
-        TrainError: The model cannot be switched, or the logits differ.
-    """
-    name = type(model).__name__
-    kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES
-    if kinds:
-        raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise TrainError(f"{name} has no linear output layer, whose logits could be computed in parts")
-    try:
-        _compare_packed(model)
-    except TrainError:
-        raise
-    except Exception as error:  # of a model, called as it may not be meant to be
-        raise TrainError(f"{name} cannot compute packed tokens: {type(error).__name__}: {error}") from error
-
-
-def _compare_packed(model: Any) -> None:
-    name, settings = type(model).__name__, model.config.get_text_config().to_dict()
-    device = next(iter(model.parameters())).device
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    ids = (torch.arange(11, device=device) * 7919 + 1).remainder(vocabulary)
-    begin, first, second, other = torch.split(ids, [3, 2, 3, 3])
-    with torch.no_grad():
-        plain = [
-            model(input_ids=part[None], use_cache=False).logits[0]
-            for part in (torch.cat([begin, first]), torch.cat([begin, second]), other)
-        ]
-        seeing = VisionTower.of(model) is not None
-        model.set_attn_implementation(attention_by_part(ATTENTION) if seeing else ATTENTION)
-        if model.config.get_text_config()._attn_implementation != ATTENTION:
-            raise TrainError(f"{name} does not take its attention from transformers.AttentionInterface")
-        layout = PackedLayout.of(((0, 3, -1), (3, 2, 0), (5, 3, 0), (8, 3, -1)), device)
-        output = model.get_decoder()(
-            input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
-        )
-        transform = LogitTransform.of(settings)
-        packed = transform(model.get_output_embeddings()(output.last_hidden_state[0]))
-    reference = torch.cat([plain[0], plain[1][3:], plain[2]])
-    difference = float((packed - reference).abs().max())
-    scale = float(reference.abs().max())
-    # Ranks may gather weights in bfloat16.
-    tolerance = 1e-3 if reference.dtype == torch.float32 else 6e-2
-    if not difference <= tolerance * max(1.0, scale):
-        raise TrainError(
-            f"{name}: packed logits differ from the model's own by {difference:.3g} (largest logit {scale:.3g}), so "
-            "attention leaks between segments, or the model transforms its logits in an unsupported way"
-        )
-    if (window := unseen_window(settings, layout.windows)) is not None:
-        raise TrainError(
-            f"{name} bounds its attention to {window} tokens (sliding_window in config.json) by a mask alone, which "
-            "packed training cannot follow: longer rows would be wrong"
-        )
 
 
 def copy_companions(source: Path, directory: Path) -> None:

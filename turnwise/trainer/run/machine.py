@@ -50,7 +50,7 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     path = model_under(policy.model.path)
     settings = model_settings(path, f"{key}.path")
     limit = rope_limit(settings.get("text_config") or settings)
-    if limit is not None and inference is not None and inference.engine != "builtin":
+    if limit is not None and inference is not None and not inference.builtin:
         _check_context(path, inference.max_context, limit)
     size = model_size(path)
     trains = require_device(policy.model.device, f"{key}.device")

@@ -15,6 +15,7 @@ from typing import Self
 from turnwise.chat.model_dir import model_settings
 from turnwise.chat.renderer import save_format
 from turnwise.engine.lora import model_under
+from turnwise.engine.numerics.self_check import capability
 from turnwise.engine.weights import WeightStream, tensor_entries
 from turnwise.errors import ConfigError, EngineDied, InferenceError, RequestRefused
 from turnwise.inference.engines import find_engine
@@ -137,6 +138,8 @@ class TrainedPolicy(LoadedPolicy):
             if config.inference.routed_experts:
                 model = model_under(policy.config.policy.model.path)
                 await check_routes(fleet.client_of(policy.name if named else None), model)
+            if config.inference.exact:
+                await check_capability(fleet.replicas)
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
             served.append(cls(*parts, fleet, client, transport, named))
         return served
@@ -233,6 +236,23 @@ async def check_routes(client: LLMClient, model: Path) -> None:
             f"inference.routed_experts is true, but servers report {problem} as in model.path ({model}): serve that "
             "model (inference.url), or set routed_experts to false"
         )
+
+
+async def check_capability(replicas: Sequence[Replica]) -> None:
+    """Check that servers with exact numerics compute by the same kernels as this process.
+
+    Raises:
+        ConfigError: One computes by others.
+        InferenceError: One does not respond.
+    """
+    for replica in replicas:
+        reported = (await replica.stats()).get("numerics")
+        if reported != capability():
+            raise ConfigError(
+                f"inference.engine is exact, but the server at {replica.url} computes by "
+                f"{reported or 'fast operations'}, and the trainer by {capability()}: start it with engine exact on a "
+                "processor with the same instructions and with the same torch, or set inference.engine to builtin"
+            )
 
 
 def _served_adapter(learner: Learner, name: str | None) -> AdapterInfo | None:

@@ -99,7 +99,7 @@ class Placement:
         ranks, inference = sharding_of(config.policy).ranks, config.inference
         trainer = tuple(range(ranks)) if ranks > 1 else (number_of(config.policy.model.device) or 0,)
         width, count = tensor_parallel(inference), len(inference.urls) or inference.replicas
-        gpus = [] if inference.engine == "builtin" else inference.server.gpus
+        gpus = [] if inference.builtin else inference.server.gpus
         if not gpus and (device := number_of(inference.device)) is not None:
             gpus = [device] * count
         if gpus:

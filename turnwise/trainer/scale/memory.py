@@ -227,7 +227,7 @@ def adapter_parts(config: TrainConfig, model: Path, shape: ModelShape, *, shared
         count, rank = adapter_room([_rank(lora)]) if vllm else (1, _rank(lora))
         targets = None if vllm else lora.targets
         yield "served adapter", float(number * count * shape.adapter_parameters(rank, targets))
-    elif config.inference.engine == "builtin":
+    elif config.inference.builtin:
         sizes = (size for name, size in shape.linear_sizes.items() if lora.targets is None or name in lora.targets)
         yield "launch weights under the adapter", float(number * sum(sizes))
 
@@ -246,7 +246,7 @@ def sent_numbers(config: TrainConfig, shape: ModelShape) -> tuple[int, str]:
 
 def tensor_parallel(config: InferenceConfig) -> int:
     """Return the devices of one server."""
-    return 1 if config.engine == "builtin" else config.server.tensor_parallel
+    return 1 if config.builtin else config.server.tensor_parallel
 
 
 def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:

@@ -1,0 +1,277 @@
+"""Exact numerics: log-probabilities that the engine reports are those of the trainer's forward pass, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.engine.families import save_family
+from support.engine.tiny_lm import make_model, save_model
+from support.property_tests import examples
+from support.trainer.architectures import save_tiny
+from turnwise.engine.batching.batch_state import Generation, Output
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.engine.engine import Engine
+from turnwise.engine.numerics.self_check import capability
+from turnwise.errors import InferenceError, TrainError
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.core import TrainRow
+from turnwise.trainer.model.checks import check_exact
+from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trajectory import TrainSample
+from turnwise.types import SamplingParams
+
+VOCABULARY = 60
+FAMILIES = ("qwen3", "llama", "gemma3_text")
+TEMPERATURES = (1.0, 0.7, 0.0)
+
+
+@cache
+def model_of(family: str) -> Path:
+    """Return the directory of a tiny model of a family."""
+    folder = Path(mkdtemp()) / family
+    if family == "gemma3_text":
+        # A window that is shorter than most sequences.
+        save_tiny(family, folder, vocab_size=VOCABULARY, max_position_embeddings=256, sliding_window=12)
+    else:
+        save_model(make_model(family, max_position_embeddings=1024), folder)
+    return folder
+
+
+@cache
+def loaded(family: str) -> tuple[CausalLM, Policy, dict[str, torch.Tensor]]:
+    """Return a family's model in the engine and in the trainer, both exact, and its first weights."""
+    directory = model_of(family)
+    engine_side = CausalLM(directory, exact=True)
+    policy = load_model(directory, exact=True)
+    return engine_side, policy, {name: weight.clone() for name, weight in policy.model.state_dict().items()}
+
+
+@dataclass
+class Sampler:
+    """An engine stepped by hand, and the rows that its outputs make.
+
+    Attributes:
+        rows: By weight version: rows whose trained tokens that version sampled.
+    """
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Output] = field(default_factory=dict)
+    requests: dict[str, Generation] = field(default_factory=dict)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        model, policy, weights = loaded(self.family)
+        policy.model.load_state_dict(weights)
+        self.engine = Engine(model, self._take, **self.options)
+        self.update(policy, 0)
+
+    def _take(self, outputs: list[Output]) -> None:
+        self.outputs |= {output.id: output for output in outputs}
+
+    def submit(self, prompt: np.ndarray, tokens: int, temperature: float) -> str:
+        name = str(len(self.requests))
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=len(name), ignore_eos=True)
+        self.requests[name] = Generation(id=name, prompt=prompt.astype(np.int32), params=params)
+        self.engine.submit(self.requests[name])
+        return name
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def drain(self) -> None:
+        while self.engine.step():
+            pass
+
+    def update(self, policy: Policy, version: int) -> None:
+        self.engine.update_weights({name: tensor.clone() for name, tensor in policy.named_weights()}, version)
+        self.version = version
+
+    def rows(self, version: int) -> list[TrainRow]:
+        """Return a row for each completion that a version sampled some of."""
+        rows = []
+        for name, output in self.outputs.items():
+            prompt = self.requests[name].prompt
+            ids = np.concatenate([prompt, output.token_ids])
+            mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
+            logprobs[len(prompt) :] = output.logprobs
+            for number, start, end in output.weight_versions:
+                mask[len(prompt) + start : len(prompt) + end] = number == version
+            zeros = np.zeros(len(ids), np.int32)
+            if mask.any():
+                temperature = self.requests[name].params.temperature or 1.0
+                sample = TrainSample(ids, mask, logprobs, zeros, zeros, name, "g", 0, ())
+                rows.append(TrainRow(sample, temperature=temperature))
+        return rows
+
+
+def differing(policy: Policy, rows: list[TrainRow], tokens: int, *, shared: bool) -> int:
+    """Return how many log-probabilities of the trainer's forward pass differ from the recorded ones."""
+    count = 0
+    for batch in pack(rows, max(tokens, *(len(row.sample.input_ids) for row in rows), 1), share_prefixes=shared):
+        with torch.no_grad():
+            count += int((policy.forward(batch).logprobs != batch.rollout_logprobs).sum())
+    return count
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def actions() -> st.SearchStrategy[list[tuple[Any, ...]]]:
+    """Return what happens to an engine: requests that share prefixes, steps, aborts, updates, continuations."""
+    prompt = st.tuples(st.just("submit"), st.integers(0, 40), st.integers(1, 50), st.integers(1, 25), st.integers(0, 2))
+    follow = st.tuples(st.just("continue"), st.integers(0, 20), st.integers(1, 9), st.integers(1, 12))
+    others = st.one_of(
+        st.tuples(st.just("steps"), st.integers(1, 9)), st.just(("abort",)), st.just(("update",)), st.just(("drain",))
+    )
+    return st.lists(st.one_of(prompt, prompt, follow, others), min_size=4, max_size=14)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    actions=actions(), chunk=st.sampled_from([16, 33, 2048]), threads=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    tokens=st.sampled_from([1, 100, 4096]), shared=st.booleans(),
+)  # fmt: skip
+def test_recorded_logprobs_equal_the_trainers_forward_bit_for_bit(
+    family: str, actions: list[tuple[Any, ...]], chunk: int, threads: tuple[int, int], tokens: int, shared: bool
+) -> None:
+    torch.set_num_threads(threads[0])
+    draw = np.random.default_rng(len(actions))
+    sampler, policy = Sampler(family, {"max_batch_tokens": chunk}), loaded(family)[1]
+    policies = {0: {name: weight.clone() for name, weight in policy.model.state_dict().items()}}
+    common = draw.integers(3, VOCABULARY, 40)
+    for kind, *numbers in actions:
+        if kind == "submit":
+            shared_tokens, more, budget, temperature = numbers
+            prompt = np.concatenate([common[:shared_tokens], draw.integers(3, VOCABULARY, more)])
+            sampler.submit(prompt, budget, TEMPERATURES[temperature])
+        elif kind == "continue" and sampler.outputs:
+            name = list(sampler.outputs)[numbers[0] % len(sampler.outputs)]
+            ids = np.concatenate([sampler.requests[name].prompt, sampler.outputs[name].token_ids])
+            if len(ids) < 200:
+                sampler.submit(np.concatenate([ids, draw.integers(3, VOCABULARY, numbers[1])]), numbers[2], 1.0)
+        elif kind == "steps":
+            sampler.steps(numbers[0])
+        elif kind == "abort":
+            sampler.engine.abort(None)
+        elif kind == "drain":
+            sampler.drain()
+        elif kind == "update":
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+            sampler.update(policy, sampler.version + 1)
+            policies[sampler.version] = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
+    sampler.drain()
+    torch.set_num_threads(threads[1])
+    for version, weights in policies.items():
+        policy.model.load_state_dict(weights)
+        if rows := sampler.rows(version):
+            assert differing(policy, rows, tokens, shared=shared) == 0
+
+
+def test_paths_of_several_key_blocks_are_exact() -> None:
+    sampler, draw = Sampler("llama", {"max_batch_tokens": 300}), np.random.default_rng(0)
+    for length in (505, 511, 600, 12):
+        sampler.submit(draw.integers(3, VOCABULARY, length), 20, 1.0)
+    sampler.drain()
+    policy = loaded("llama")[1]
+    assert differing(policy, sampler.rows(0), 4096, shared=True) == 0
+
+
+def test_a_changed_bit_of_one_weight_changes_logprobs() -> None:
+    sampler, draw = Sampler("qwen3"), np.random.default_rng(0)
+    sampler.submit(draw.integers(3, VOCABULARY, 30), 30, 1.0)
+    sampler.drain()
+    policy = load_model(model_of("qwen3"), exact=True)
+    assert differing(policy, sampler.rows(0), 4096, shared=True) == 0
+    with torch.no_grad():
+        weight = policy.model.model.layers[0].mlp.down_proj.weight
+        weight.view(torch.int32)[0, 0] ^= 1 << 12
+    assert differing(policy, sampler.rows(0), 4096, shared=True) > 0
+
+
+def test_gradients_are_those_of_the_default_to_rounding() -> None:
+    sampler, draw = Sampler("qwen3"), np.random.default_rng(0)
+    for _ in range(3):
+        sampler.submit(draw.integers(3, VOCABULARY, 20), 20, 1.0)
+    sampler.drain()
+    gradients = []
+    for exact in (False, True):
+        policy = load_model(model_of("qwen3"), exact=exact)
+        for batch in pack(sampler.rows(0), 4096, share_prefixes=True):
+            scores = policy.forward(batch, entropy=True)
+            (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    ("family", "settings_", "operation"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "values of another size than keys"),
+        ("qwen3_moe", {}, "the products of its experts"),
+        ("gpt_neox", {"hidden_act": "gelu"}, "the function gelu"),
+    ],
+)
+def test_an_architecture_without_exact_form_is_refused_by_operation(
+    tmp_path: Path, family: str, settings_: dict[str, Any], operation: str
+) -> None:
+    save_family(family, tmp_path, **settings_)
+    with pytest.raises(InferenceError, match=operation):
+        CausalLM(tmp_path, exact=True)
+    with pytest.raises(TrainError, match=operation):
+        load_model(tmp_path, exact=True)
+
+
+def test_bfloat16_and_adapters_are_refused_by_operation() -> None:
+    with pytest.raises(InferenceError, match="its weights are bfloat16"):
+        CausalLM(model_of("qwen3"), dtype="bfloat16", exact=True)
+    with pytest.raises(TrainError, match=r"products in bfloat16 \(compute_dtype\)"):
+        load_model(model_of("qwen3"), compute_dtype="bfloat16", exact=True)
+    with pytest.raises(TrainError, match="an adapter's product is added after"):
+        load_model(model_of("qwen3"), lora=LoRAConfig(rank=2), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda layer: setattr(layer.mlp, "up_proj", plain(layer.mlp.up_proj)), "layers.1.mlp.up_proj"),
+        (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.SiLU()), "the function silu"),
+    ],
+)
+def test_the_self_check_names_the_first_inexact_operation(change: Callable[[Any], None], name: str) -> None:
+    policy = load_model(model_of("qwen3"), exact=True)
+    change(policy.model.model.layers[1])
+    with pytest.raises(TrainError, match=name):
+        check_exact(policy.model)
+
+
+def plain(layer: torch.nn.Linear) -> torch.nn.Linear:
+    copy = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+    copy.weight = layer.weight
+    return copy
+
+
+def test_the_capability_names_torch_and_is_one_string() -> None:
+    assert torch.__version__ in capability()
+    assert capability() == capability()

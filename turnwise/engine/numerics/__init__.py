@@ -1,0 +1,1 @@
+"""Numerics of the engine and the trainer."""
