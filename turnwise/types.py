@@ -298,6 +298,13 @@ def as_ids(values: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
     return np.asarray(values, dtype=np.int32)
 
 
+def with_system(messages: list[Message], text: str | None) -> list[Message]:
+    """Return messages behind a system message; as they are for None, or where they begin with one already."""
+    if text is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
 def text_of(message: Mapping[str, Any]) -> str:
     """Return a message's text: its content, or its joined text parts."""
     content = message.get("content")

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from turnwise.errors import TaskError
+from turnwise.errors import TaskError, shown
+from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
 FIXED_HASHES: Final[Mapping[str, str]] = {"PYTHONHASHSEED": "0"}
 """Environment of sandboxes in which Python's sets have one order, and hashes one value."""
+SPLITS: Final = ("train", "test")
+"""The splits of drawn tasks, which have nothing in common."""
+
+
+def check_split(env: str, split: object) -> None:
+    """Raise TaskError for a split that the drawn tasks of an environment do not have."""
+    if split not in SPLITS:
+        raise TaskError(f"{env} has no split {shown(split)}: {', '.join(SPLITS)}")
+
+
+def in_split(split: str, *drawn: str | int) -> bool:
+    """Whether what was drawn is of a split: about a quarter of all is of ``test``."""
+    return (stable_hash(*drawn) % 4 == 0) == (split == "test")
 
 
 def source(n: int, name: str) -> str:

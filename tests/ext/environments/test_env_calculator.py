@@ -9,6 +9,7 @@ from turnwise.errors import EnvError, TaskError
 from turnwise.ext.environments import calculator
 from turnwise.ext.environments.calculator import Problem
 from turnwise.tasks import Task, load_tasks
+from turnwise.tasks.seeded import SPLITS
 from turnwise.types import ToolCall
 
 
@@ -40,7 +41,7 @@ def test_the_seed_decides_everything_and_numbers_stay_in_range():
 
 
 def test_no_problem_is_in_both_splits():
-    train, test = ({calculator.problem(seed, split=split) for seed in range(400)} for split in calculator.SPLITS)
+    train, test = ({calculator.problem(seed, split=split) for seed in range(400)} for split in SPLITS)
     assert not train & test
     with pytest.raises(TaskError, match="no split 'dev': train, test"):
         calculator.problem(0, split="dev")

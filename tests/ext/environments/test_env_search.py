@@ -21,9 +21,10 @@ from turnwise.errors import ConfigError, TaskError
 from turnwise.ext.checks.environment import check_env
 from turnwise.ext.environments.search import bm25
 from turnwise.ext.environments.search.bm25 import Index, index_of_encyclopedia, index_of_file
-from turnwise.ext.environments.search.encyclopedia import SPLITS, Passage, encyclopedia, read_corpus
+from turnwise.ext.environments.search.encyclopedia import Passage, encyclopedia, read_corpus
 from turnwise.ext.environments.search.tasks import exact_match, last_answer, qa_tasks, questions, tasks, word_f1, words
 from turnwise.tasks import Task, load_tasks
+from turnwise.tasks.seeded import SPLITS
 from turnwise.types import ToolCall
 
 

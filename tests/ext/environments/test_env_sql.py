@@ -34,12 +34,13 @@ from turnwise.ext.environments.sql.gold import (
     submitted_query,
 )
 from turnwise.ext.environments.sql.schemas import SCHEMAS
-from turnwise.ext.environments.sql.tasks import SPLITS, tasks
+from turnwise.ext.environments.sql.tasks import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, load_tasks
+from turnwise.tasks.seeded import SPLITS
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.dry_run import dry_run
 from turnwise.types import ToolCall

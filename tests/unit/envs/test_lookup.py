@@ -9,6 +9,7 @@ from turnwise.envs import make, reset_env, schemas, score_env, step_env
 from turnwise.envs.basic import lookup
 from turnwise.errors import TaskError
 from turnwise.tasks import load_tasks
+from turnwise.tasks.seeded import SPLITS
 from turnwise.types import ToolCall
 
 
@@ -55,7 +56,7 @@ def test_tasks_have_stable_ids_and_questions():
     assert first[:10] == list(lookup.tasks(10, split="test"))
     assert first[3].id == "lookup-test-0-3"
     assert first[3].prompt == f"Who manages {first[3].data['person']}?"
-    ids = {task.id for split in lookup.SPLITS for seed in range(2) for task in lookup.tasks(50, split=split, seed=seed)}
+    ids = {task.id for split in SPLITS for seed in range(2) for task in lookup.tasks(50, split=split, seed=seed)}
     assert len(ids) == 200
     assert load_tasks("turnwise.envs.basic.lookup:tasks?n=5&split=test") == first[:5]
 

@@ -13,6 +13,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import TaskError, ToolError
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import SPLITS, in_split
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
@@ -21,7 +22,6 @@ NAMES = (  # noqa: SIM905
     "noah olga paul quinn rosa sam tara umar vera will xena yuri zoe"
 ).split()
 TEAMS = "amber birch cobalt dune ember fjord grove heron iris jade kelp lotus".split()  # noqa: SIM905
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def table(seed: int, *, person: str | None = None, split: str = "train") -> Tabl
     while True:
         teams = {name: rng.choice(TEAMS) for name in NAMES}
         managers = {team: rng.choice(NAMES) for team in TEAMS}
-        if (stable_hash(*teams.values(), *managers.values()) % 4 == 0) == (split == "test"):
+        if in_split(split, *teams.values(), *managers.values()):
             return Table(asked_person, teams, managers)
 
 

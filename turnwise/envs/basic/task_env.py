@@ -11,7 +11,7 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError
 from turnwise.tasks import Task
-from turnwise.types import Message
+from turnwise.types import Message, with_system
 
 
 class TaskEnv(SingleTurnEnv):
@@ -58,10 +58,7 @@ class TaskToolEnv(ToolEnv):
         if task is None:
             raise EnvError("environment 'tool' got no task: its prompt is the conversation")
         self.task = task
-        messages = task.messages()
-        if self._system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
-        return messages, {}
+        return with_system(task.messages(), self._system), {}
 
     async def score(self, final: Message | None) -> Score:
         """Apply the scorer."""

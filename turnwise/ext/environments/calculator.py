@@ -14,10 +14,10 @@ from turnwise.errors import EnvError, TaskError, shown
 from turnwise.ext.environments.arithmetic import evaluate, read_number, write_number
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import check_split, in_split
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
-SPLITS = ("train", "test")
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
@@ -77,8 +77,7 @@ def problem(seed: int, *, operations: int = 2, largest: int = 99, split: str = "
 
     No result is negative, or above 50 times the largest number.
     """
-    if split not in SPLITS:
-        raise TaskError(f"calculator has no split {split!r}: {', '.join(SPLITS)}")
+    check_split("calculator", split)
     rng = random.Random(stable_hash("calculator", seed))
     while True:
         candidate = Problem(rng.randint(2, largest), ())
@@ -86,7 +85,7 @@ def problem(seed: int, *, operations: int = 2, largest: int = 99, split: str = "
             longer = Problem(candidate.start, (*candidate.steps, (rng.choice(list(WORDS)), rng.randint(2, largest))))
             if 0 <= longer.answer <= 50 * largest:
                 candidate = longer
-        if (stable_hash(candidate.question) % 4 == 0) == (split == "test"):
+        if in_split(split, candidate.question):
             return candidate
 
 

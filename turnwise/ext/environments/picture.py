@@ -14,13 +14,13 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import TaskError, requires_extra
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import SPLITS, in_split
 from turnwise.tools.core import function_tool
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, text_of
 
 COLOURS: Final = {"red": (250, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 250), "yellow": (250, 250, 0)}
 HIGHEST: Final = 6
-SPLITS: Final = ("train", "test")
 
 _SIDE, _GAP, _UNIT = 16, 2, 2
 """Pixels: the side of a bar's square of the picture, the space left and right of the bar, one unit of height."""
@@ -48,7 +48,7 @@ def chart(seed: int, *, split: str = "train") -> Chart:
     while True:
         colours = tuple(rng.sample(list(COLOURS), k=len(COLOURS)))
         heights = tuple(rng.randint(1, HIGHEST) for _ in colours)
-        if (stable_hash(*colours, *heights) % 4 == 0) == (split == "test"):
+        if in_split(split, *colours, *heights):
             return Chart(colours, heights)
 
 

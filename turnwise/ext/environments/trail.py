@@ -13,6 +13,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, ToolError, shown
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import check_split, in_split
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
@@ -24,7 +25,6 @@ WORDS = (  # noqa: SIM905
     "grass stone wind moss rain cloud path hill leaf bird snow dust mud sky fern root sand creek bark thorn "
     "mist frost hedge nettle clover reed heath pebble shade brook"
 ).split()
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def trail(seed: int, *, steps: int = 8, split: str = "train") -> Trail:
             # A long trail comes by a place again, but never while its sign is still in sight.
             free = [place for place in PLACES if place not in path[-(len(PLACES) // 2) :]]
             path.append(rng.choice(free))
-        if (stable_hash(*path) % 4 == 0) == (split == "test"):
+        if in_split(split, *path):
             return Trail(tuple(path[:-1]), path[-1])
 
 
@@ -66,7 +66,7 @@ class TrailEnv(ToolEnv):
         steps, words, split = data.get("steps", self.steps), data.get("words", self.words), data.get("split", "train")
         _check(TaskError, "steps", steps, 1)
         _check(TaskError, "words", words, 0)
-        _check_split(split)
+        check_split("trail", split)
         seed = random.getrandbits(63) if seed is None else seed
         self.trail = trail(seed, steps=steps, split=split)
         rng = random.Random(stable_hash("signs", seed))
@@ -112,11 +112,6 @@ def _check(error: type[EnvError | TaskError], name: str, value: Any, minimum: in
         raise error(f"trail: {name} is {shown(value)}: it must be a whole number of at least {minimum}")
 
 
-def _check_split(split: Any) -> None:
-    if split not in SPLITS:
-        raise TaskError(f"trail has no split {shown(split)}: {', '.join(SPLITS)}")
-
-
 def tasks(
     n: int = 200, *, split: str = "train", seed: int = 0, steps: int = 8, least: int | None = None, words: int = 20
 ) -> Iterator[Task]:
@@ -130,7 +125,7 @@ def tasks(
         least: Signs of the shortest trail, where lengths are drawn uniformly up to ``steps``.
         words: Filler words on a sign.
     """
-    _check_split(split)
+    check_split("trail", split)
     _check(TaskError, "steps", steps, 1)
     _check(TaskError, "words", words, 0)
     least = steps if least is None else least

@@ -20,7 +20,7 @@ from turnwise.sandboxes.core import Sandbox, SandboxLimits, SandboxSpec
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 from turnwise.tasks.seeded import FIXED_HASHES
-from turnwise.types import Message, text_of
+from turnwise.types import Message, text_of, with_system
 
 _FILE: Final = "solution.py"
 _ONE_ANSWER: Final = (
@@ -105,10 +105,7 @@ class CodeEnv(ToolEnv):
             await self.open_sandbox(self._spec())
             if self.problem.starter.strip():
                 await self._working().write_file(_FILE, f"{self.problem.starter.rstrip()}\n".encode())
-        opening = self.task.messages()
-        if opening[0]["role"] == "system":
-            return opening, {}
-        return [{"role": "system", "content": _AGENTIC if self.agentic else _ONE_ANSWER}, *opening], {}
+        return with_system(self.task.messages(), _AGENTIC if self.agentic else _ONE_ANSWER), {}
 
     async def score(self, final: Message | None) -> ScoreParts:
         """Grade the code by its tests."""

@@ -19,7 +19,7 @@ from turnwise.ext.environments.math.generated import generated_rows
 from turnwise.ext.environments.math.symbolic import Symbolic
 from turnwise.tasks import SourceConfig, Task, iter_tasks
 from turnwise.tools.core import function_tool
-from turnwise.types import Message, text_of
+from turnwise.types import Message, text_of, with_system
 
 _CALCULATION: Final = re.compile(r"<<([^<>=]+)=([^<>=]*)>>")
 _MARK: Final = "####"
@@ -155,10 +155,7 @@ class MathEnv(ToolEnv):
             )
         self.row = task
         self.symbolic = None if parse_number(answer) is not None else Rubric.lone(Symbolic())
-        messages = task.messages()
-        if self.instructions is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.instructions})
-        return messages, {}
+        return with_system(task.messages(), self.instructions), {}
 
     @function_tool(inline=True)
     def calculator(self, expression: str) -> str:

@@ -13,8 +13,8 @@ from typing import Final
 from turnwise.errors import TaskError
 from turnwise.ext.environments.arithmetic import evaluate, write_number
 from turnwise.seeding import stable_hash
+from turnwise.tasks.seeded import SPLITS, in_split
 
-SPLITS: Final = ("train", "test")
 _NAMES: Final = "Amara Bela Chidi Dara Emil Farah Goran Hana Imani Jonas Kaya Luis".split()  # noqa: SIM905
 _THINGS: Final = "apples beads cards marbles pencils shells stamps stickers".split()  # noqa: SIM905
 
@@ -51,7 +51,7 @@ def generated_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]
         rng = random.Random(stable_hash("math", split, seed, index))
         while True:
             row = _draw_problem(rng)
-            if row is not None and (stable_hash(row[0]) % 4 == 0) == (split == "test"):
+            if row is not None and in_split(split, row[0]):
                 yield row
                 break
 

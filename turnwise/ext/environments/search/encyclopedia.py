@@ -13,6 +13,7 @@ import orjson
 
 from turnwise.errors import ConfigError, shown
 from turnwise.seeding import stable_hash
+from turnwise.tasks.seeded import in_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,6 @@ def _passage(line: bytes, where: str, number: str) -> Passage:
         raise ConfigError(f"{where}: field 'text' is {shown(text)} (fields here: {there}): it must be a string")
     return Passage(str(name), title, text)
 
-
-SPLITS: Final = ("train", "test")
 
 _ONSETS: Final = "b br c d dr f fr g gl h j k kr l m n p pr r s sk st t tr v w z".split()  # noqa: SIM905
 _VOWELS: Final = "a e i o u ai ea io".split()  # noqa: SIM905
@@ -171,7 +170,7 @@ def _names(rng: random.Random, split: str) -> Iterator[str]:
     seen: set[str] = set()
     while True:
         name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2)) + rng.choice(_ENDS)
-        if name not in seen and (stable_hash("encyclopedia", name) % 4 == 0) == (split == "test"):
+        if name not in seen and in_split(split, "encyclopedia", name):
             seen.add(name)
             yield name.capitalize()
 

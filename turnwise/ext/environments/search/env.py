@@ -12,11 +12,11 @@ from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, TaskError, ToolError, shown
 from turnwise.ext.environments.search.bm25 import Index, index_of_encyclopedia, index_of_file, load_bm25s
-from turnwise.ext.environments.search.encyclopedia import SPLITS
 from turnwise.ext.environments.search.tasks import accepted_answers, draw_task, exact_match, last_answer, word_f1
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import SPLITS
 from turnwise.tools.core import function_tool
-from turnwise.types import Message, text_of
+from turnwise.types import Message, text_of, with_system
 
 SYSTEM_PROMPT: Final = (
     "You answer questions from a collection of passages. Search it, and open passages to read them; an answer may need "
@@ -68,10 +68,7 @@ class SearchEnv(ToolEnv):
         where = f"task {task.id!r}: data"
         self.accepted = accepted_answers(task.data, where)
         self.index = index_of_file(self.corpus) if self.corpus is not None else _encyclopedia(task, where)
-        opening = task.messages()
-        if opening[0]["role"] == "system":
-            return opening, {}
-        return [{"role": "system", "content": SYSTEM_PROMPT}, *opening], {}
+        return with_system(task.messages(), SYSTEM_PROMPT), {}
 
     @function_tool(concurrent=True)
     def search(self, query: Annotated[str, "words to look for"], k: Annotated[int, Field(ge=1, le=20)] = 5) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TaskError, shown
-from turnwise.ext.environments.search.encyclopedia import SPLITS, Town, Work, encyclopedia
+from turnwise.ext.environments.search.encyclopedia import Town, Work, encyclopedia
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import check_split
 from turnwise.tasks.sources import JsonlRows
 
 # The part before the colon stays on one line: else blank lines would take quadratic time.
@@ -71,8 +72,7 @@ class Question:
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
     """Yield ``n`` different questions of a split, a thousand to an encyclopedia."""
-    if split not in SPLITS:
-        raise TaskError(f"search has no split {shown(split)}: it has {', '.join(SPLITS)}")
+    check_split("search", split)
     for index in range(n):
         encyclopedia_seed = stable_hash("search", seed, index // _QUESTIONS_PER_ENCYCLOPEDIA)
         question = questions(split, encyclopedia_seed)[index % _QUESTIONS_PER_ENCYCLOPEDIA]

@@ -14,7 +14,7 @@ from turnwise.ext.environments.sql.gold import Question, is_right, question_of, 
 from turnwise.ext.environments.sql.tasks import draw_task
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
-from turnwise.types import Message, text_of
+from turnwise.types import Message, text_of, with_system
 
 SYSTEM_PROMPT: Final = (
     "You answer questions about a SQLite database with a query. Look at the tables with the tools first. Then answer "
@@ -61,10 +61,7 @@ class SqlEnv(ToolEnv):
         task = draw_task(seed) if task is None else task
         self.question = question_of(task)
         self._open_database = self.database = self.question.open(steps=self.max_steps)
-        opening = task.messages()
-        if opening[0]["role"] == "system":
-            return opening, {}
-        return [{"role": "system", "content": SYSTEM_PROMPT}, *opening], {}
+        return with_system(task.messages(), SYSTEM_PROMPT), {}
 
     @function_tool(inline=True)
     def list_tables(self) -> str:

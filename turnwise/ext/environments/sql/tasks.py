@@ -15,8 +15,8 @@ from turnwise.ext.environments.sql.gold import MOST_ROWS, is_informative
 from turnwise.ext.environments.sql.schemas import SCHEMAS
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.seeded import check_split, in_split
 
-SPLITS: Final = ("train", "test")
 _PER_DATABASE: Final = 20
 
 
@@ -29,8 +29,7 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0, schema: str | No
         seed: Determines the databases.
         schema: Only this kind of database: ``shop``, ``school``, ``library`` or ``flights``.
     """
-    if split not in SPLITS:
-        raise TaskError(f"sql has no split {shown(split)}: it has {', '.join(SPLITS)}")
+    check_split("sql", split)
     if schema is not None and schema not in SCHEMAS:
         raise TaskError(f"sql has no schema {shown(schema)}: it has {', '.join(SCHEMAS)}")
     names = tuple(SCHEMAS) if schema is None else (schema,)
@@ -68,7 +67,7 @@ def _question(rows: Database, schema: str, split: str, database: int, index: int
 def _questions(schema: str, split: str) -> list[list[tuple[str, str]]]:
     """Return the questions of a split, by template, without empty ones."""
     by_template = [
-        [pair for pair in template.filled() if (stable_hash("sql", schema, pair[1]) % 4 == 0) == (split == "test")]
+        [pair for pair in template.filled() if in_split(split, "sql", schema, pair[1])]
         for template in SCHEMAS[schema].templates
     ]
     return [pairs for pairs in by_template if pairs]

@@ -25,7 +25,7 @@ from turnwise.tools.sandboxed.base import SubmitTool
 from turnwise.tools.sandboxed.editor import EditorTool
 from turnwise.tools.sandboxed.patches import ApplyPatchTool
 from turnwise.tools.sandboxed.shell import ShellTool
-from turnwise.types import Message
+from turnwise.types import Message, with_system
 
 INSTRUCTIONS: Final = (
     "You are a software engineer. The repository in {workdir} has the issue that the user describes: change its files "
@@ -127,10 +127,9 @@ class SweEnv(ToolEnv):
         self.paths = await prepare(box, self.instance)
         if self.instance.snapshot is None:
             await hide_history(box)
-        opening: list[Message] = []
-        if self.instructions is not None:
-            opening.append({"role": "system", "content": self.instructions.replace("{workdir}", self.paths.workdir)})
-        return [*opening, {"role": "user", "content": self.instance.problem}], {"instance_id": self.instance.name}
+        instructions = None if self.instructions is None else self.instructions.replace("{workdir}", self.paths.workdir)
+        issue: Message = {"role": "user", "content": self.instance.problem}
+        return with_system([issue], instructions), {"instance_id": self.instance.name}
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - the repository is the answer
         """Grade the changed repository."""

@@ -39,7 +39,7 @@ from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python
 from turnwise.tasks import Task
 from turnwise.tasks.seeded import FIXED_HASHES
-from turnwise.types import Message
+from turnwise.types import Message, with_system
 
 INSTRUCTIONS: Final = (
     "You work in a terminal. Do what the user asks, with the tools, and check the result: it is judged by tests that "
@@ -114,10 +114,8 @@ class TerminalEnv(ToolEnv):
         self.log, self.tests = "", {}
         self.folder = _folder_of(task)
         await self.open_sandbox(_spec(self.folder))
-        opening: list[Message] = []
-        if self.instructions is not None:
-            opening.append({"role": "system", "content": self.instructions})
-        return [*opening, {"role": "user", "content": self.folder.instruction}], {"task": self.folder.name}
+        request: Message = {"role": "user", "content": self.folder.instruction}
+        return with_system([request], self.instructions), {"task": self.folder.name}
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - what was done is the answer
         """Run the tests."""

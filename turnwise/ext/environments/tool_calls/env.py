@@ -13,10 +13,10 @@ from turnwise.errors import EnvError, TaskError, shown
 from turnwise.ext.environments.tool_calls.matching import OMITTED, Allowed, same_calls
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
+from turnwise.tasks.seeded import check_split, in_split
 from turnwise.tools.core import FunctionTool
-from turnwise.types import Message
+from turnwise.types import Message, with_system
 
-SPLITS: Final = ("train", "test")
 _NOTED: Final = "noted"
 
 
@@ -49,10 +49,8 @@ class ToolCallsEnv(Env):
         where = f"task {task.id!r}: data"
         self.tools = [_tool(schema, where) for schema in _listed(task.data.get("functions"), f"{where}['functions']")]
         self.expected = None if task.data.get("any_call") else _calls(task.data.get("calls"), f"{where}['calls']")
-        messages, self._over = task.messages(), False
-        if self._system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
-        return messages, {}
+        self._over = False
+        return with_system(task.messages(), self._system), {}
 
     async def step(self, action: Message) -> StepResult:
         """Note the calls, and end the episode."""
@@ -179,7 +177,7 @@ def _drawn(seed: int, split: str, name: str) -> Task:
         names = [rng.choice(list(_MAKERS)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         requests = [(name, *_MAKERS[name](rng)) for name in names]
         prompt = " ".join(text for _, text, _ in requests)
-        if (stable_hash(prompt) % 4 == 0) == (split == "test"):
+        if in_split(split, prompt):
             break
     offered = rng.sample(sorted(_FUNCTIONS), rng.randint(2, 3))
     shown_names = sorted({*offered, *names})
@@ -197,7 +195,6 @@ def _drawn(seed: int, split: str, name: str) -> Task:
 
 def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
     """Yield ``n`` made requests of a split."""
-    if split not in SPLITS:
-        raise TaskError(f"tool_calls has no split {shown(split)}: {', '.join(SPLITS)}")
+    check_split("tool_calls", split)
     for index in range(n):
         yield _drawn(stable_hash(split, seed, index), split, f"tool_calls-{split}-{seed}-{index}")
