@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
+import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.errors import ConfigError
+from turnwise.rollout.journal.state import seal, unseal
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train
 
 EXACT = {"engine": "exact"}
+EQUAL = "logprobs recomputed with difference 0, to the last bit"
 
 
-def test_log_probabilities_of_servers_and_trainer_have_no_gap(lookup_model: Path, tmp_path: Path) -> None:
-    config = train_config(lookup_model, tmp_path, steps=3, inference=EXACT)
-    run = run_train(config, console=silent()).directory
-    steps = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+@pytest.fixture(scope="module")
+def exact_run(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of three steps, with a checkpoint of each."""
+    config = train_config(lookup_model, tmp_path_factory.mktemp("exact"), steps=3, inference=EXACT)
+    return run_train(config, console=silent()).directory
+
+
+def test_log_probabilities_of_servers_and_trainer_have_no_gap(exact_run: Path) -> None:
+    steps = [record for record in lines(exact_run / "metrics.jsonl") if record["kind"] == "train"]
     gaps = [value for record in steps for name, value in record.items() if name.startswith("gap/")]
     assert len(gaps) >= len(steps)
     assert set(gaps) == {0.0}
-    assert audit_run(run).contradictions == []
+
+
+def test_the_audit_recomputes_each_log_probability_with_difference_0(exact_run: Path) -> None:
+    report = audit_run(exact_run, at_most=10**6, console=silent())
+    assert report.contradictions == []
+    assert report.counts["weight versions recomputed"] >= 3
+    assert report.counts[EQUAL] == report.counts["logprobs recomputed"] > 100
+    assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    assert report.figures["largest difference of a logprob"] == 0.0
+
+
+def change_weight(checkpoint: Path, name: str, index: tuple[int, int], bit: int) -> None:
+    """Change a bit of a weight, and the checksum of its file, so that the checkpoint counts as intact."""
+    file, state = checkpoint / "model.safetensors", checkpoint / "trainer_state.json"
+    tensors = load_file(file)
+    tensors[name].view(torch.int32)[index] ^= 1 << bit
+    save_file(tensors, file, metadata={"format": "pt"})
+    record = unseal(state.read_bytes())
+    assert record is not None
+    record["files"][file.name][1] = sha256(file.read_bytes()).hexdigest()
+    state.write_bytes(seal(record))
+
+
+def test_the_audit_finds_a_changed_bit_of_one_weight(exact_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exact_run, tmp_path / "run")
+    change_weight(run / "checkpoints" / "step_000001", "model.layers.1.mlp.down_proj.weight", (3, 5), 8)
+    report = audit_run(run, console=silent())
+    assert len(report.contradictions) > 0
+    assert all("sampled by version 1 (step_000001): the logprob of position" in text for text in report.contradictions)
+    # By a tolerance for other orders of sums it is not seen.
+    assert report.figures["largest difference of a logprob"] < 1e-5
+
+
+def test_bits_of_other_kernels_are_not_compared(exact_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exact_run, tmp_path / "run")
+    first, rest = (run / "batches.jsonl").read_bytes().split(b"\n", 1)
+    (run / "batches.jsonl").write_bytes(orjson.dumps({**orjson.loads(first), "kernels": "torch 1"}) + b"\n" + rest)
+    report = audit_run(run, console=silent())
+    assert report.contradictions == []
+    assert report.counts[EQUAL] == 0
+    others = report.counts["logprobs of another torch or processor, whose bits are not compared"]
+    assert others == report.counts["logprobs recomputed"] > 100
 
 
 def test_servers_in_bfloat16_cannot_be_exact(lookup_model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 It has one JSON object a line. ``{"event": "start", "schema_version": 1, "part": p, "after_step": n,
 "max_tokens": m}`` when process ``p`` resumes after step ``n`` (which voids earlier records of later steps), then one
-record for each train step and epoch, written before its update::
+record for each train step and epoch, written before its update. Processes with exact numerics add their ``kernels``
+to the first::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Batches:
         rolled_back: Steps after the last checkpoint of a killed process.
         starts: (process index, step resumed from), in order.
         torn: Whether the last line is cut off by a kill.
+        kernels: By process index what the bits of its exact numerics depend on; processes without them have none.
     """
 
     rows: list[BatchRow]
@@ -70,6 +72,7 @@ class Batches:
     rolled_back: int
     starts: tuple[tuple[int, int], ...]
     torn: bool
+    kernels: dict[int, str] = field(default_factory=dict)
 
 
 def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
@@ -101,14 +104,16 @@ class BatchWriter:
         part: Index of this process among those of the run, from 0; by default the number of starts in the file.
         after_step: Step of the checkpoint resumed from; 0 at the beginning.
         max_tokens: Truncation length of rows, if any.
+        kernels: What the bits of its exact numerics depend on, if it has them.
 
     Attributes:
         records: Number of step records that this process wrote.
     """
 
     def __init__(
-        self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None
-    ) -> None:
+        self, path: Path, *, part: int | None = None, after_step: int = 0, max_tokens: int | None = None,
+        kernels: str | None = None,
+    ) -> None:  # fmt: skip
         self.records = 0
         start = {
             "event": "start",
@@ -116,6 +121,7 @@ class BatchWriter:
             "part": part,
             "after_step": after_step,
             "max_tokens": max_tokens,
+            **({} if kernels is None else {"kernels": kernels}),
         }
         self._file = AppendFile(path)
         self._file.append(orjson.dumps(start))
@@ -155,6 +161,7 @@ def read_batches(path: Path) -> Batches:
     records: list[tuple[int, list[BatchRow]]] = []
     rolled_back: set[int] = set()
     starts: list[tuple[int, int]] = []
+    kernels: dict[int, str] = {}
     max_tokens: int | None = None
     torn = False
     lines = path.read_bytes().split(b"\n")
@@ -180,6 +187,8 @@ def read_batches(path: Path) -> Batches:
                     raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
                 after_step, max_tokens = int(record["after_step"]), record["max_tokens"]
                 starts.append((len(starts) if record["part"] is None else int(record["part"]), after_step))
+                if "kernels" in record:
+                    kernels[starts[-1][0]] = str(record["kernels"])
                 rolled_back |= {step for step, _ in records if step > after_step}
                 records = [(step, rows) for step, rows in records if step <= after_step]
             else:
@@ -187,7 +196,7 @@ def read_batches(path: Path) -> Batches:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
     rows = [row for _, rows in records for row in rows]
-    return Batches(rows, len({step for step, _ in records}), len(rolled_back), tuple(starts), torn)
+    return Batches(rows, len({step for step, _ in records}), len(rolled_back), tuple(starts), torn, kernels)
 
 
 def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from turnwise.config import read_yaml
 from turnwise.engine.capacity import serves_float32
 from turnwise.errors import AuditError, FormatError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
-from turnwise.rollout.records import read_batches
+from turnwise.rollout.records import Batches, read_batches
 from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media, path_routes
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
@@ -40,14 +41,22 @@ _TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Directory of a weight version, and whether it was served in float32."""
+    """Directory of a weight version, and whether it was served in float32, and by the engine of exact numerics."""
 
     directory: Path
+    float32: bool
     exact: bool
 
+    @classmethod
+    def served(cls, directory: Path, model: Path, inference: dict[str, Any]) -> _Weights:
+        """Return weights that servers of a model held; its dtype is fixed at launch, whatever they receive later."""
+        float32 = serves_float32(model, inference.get("dtype", "auto"))
+        return cls(directory, float32, inference.get("engine") == "exact")
 
-_Turn: TypeAlias = tuple[TrainSample, float]
-"""The ids of one weight version within a turn, with their full prefix, and the temperature that sampled them."""
+
+_Turn: TypeAlias = tuple[TrainSample, float, bool]
+"""The ids of one weight version within a turn, with their full prefix; the temperature that sampled them; and whether
+their log-probabilities are equal to the last bit, computed again by this process."""
 
 
 def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
@@ -111,47 +120,47 @@ _Version = tuple[str, int]
 
 def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weights]:
     """Return the weight versions on disk: initial models, checkpoints and the versions of leagues."""
-    dtype = config.get("inference", {}).get("dtype", "auto")
+    inference = config.get("inference", {})
     if "policies" not in config:
         # An evaluation. Which weights an external server served is unknown.
         model = config.get("model") if config.get("url") is None else None
         if model is None or not (Path(model) / "config.json").is_file():
             return {}
-        return {(MAIN, 0): _Weights(Path(model), serves_float32(Path(model), dtype))}
+        return {(MAIN, 0): _Weights.served(Path(model), Path(model), inference)}
     weights: dict[_Version, _Weights] = {}
     for name, policy in config["policies"].items():
         serving = config["policies"].get(policy.get("served_by"), policy)
-        served_dtype = (serving.get("inference") or {}).get("dtype", dtype)
-        weights |= dict(_versions_of(run, name, policy["model"], served_dtype, config["policies"]))
+        serving = {**inference, **(serving.get("inference") or {})}
+        weights |= dict(_versions_of(run, name, policy["model"], serving, config["policies"]))
     for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
         if league := frozen.get("league"):
             model = config["policies"][league["of"]]["model"]
-            exact = serves_float32(Path(model["path"]), (frozen.get("inference") or {}).get("dtype", "auto"))
-            first = _first_model(model)
+            served, first = partial(_Weights.served, model=Path(model["path"])), _first_model(model)
+            serving = frozen.get("inference") or {}
             if first is not None and (Path(first) / "config.json").is_file():
-                weights[name, 0] = _Weights(Path(first), exact)
+                weights[name, 0] = served(Path(first), inference=serving)
             for folder in sorted((run / "league" / name).glob("step_*")):
-                weights[name, int(folder.name.removeprefix("step_"))] = _Weights(folder, exact)
+                weights[name, int(folder.name.removeprefix("step_"))] = served(folder, inference=serving)
     return weights
 
 
 def _versions_of(
-    run: Path, name: str, model: dict[str, Any], dtype: str, policies: Collection[str]
+    run: Path, name: str, model: dict[str, Any], inference: dict[str, Any], policies: Collection[str]
 ) -> Iterator[tuple[_Version, _Weights]]:
     """Yield the versions of a trained policy on disk."""
     # It brings torch, which an audit without recomputing does not need.
     from turnwise.trainer.run.checkpoint import CheckpointStore, load_state, policy_folder
 
-    # The dtype of a server is fixed at launch, whatever weights it receives later.
-    exact, first = serves_float32(Path(model["path"]), dtype), _first_model(model)
+    served = partial(_Weights.served, model=Path(model["path"]), inference=inference)
+    first = _first_model(model)
     if first is not None and (Path(first) / "config.json").is_file():
-        yield (name, 0), _Weights(Path(first), exact)
+        yield (name, 0), served(Path(first))
     store = CheckpointStore(run / CHECKPOINTS)
     for step in store.steps():
         directory = store.path(step)
         # A version is the number of the step that made it. What the servers held when the checkpoint was written
         # (weight_version) is an older one where the run was interrupted before they were given these weights.
-        yield (name, load_state(directory).step), _Weights(policy_folder(directory, name, policies), exact)
+        yield (name, load_state(directory).step), served(policy_folder(directory, name, policies))
 
 
 def _first_model(model: dict[str, Any]) -> str | None:
@@ -177,14 +186,18 @@ def _turns(
     policies = {policy for policy, _ in weights}
     unchecked: Counter[str] = Counter()
     draw = random.Random(0)
-    starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
+    from turnwise.engine.numerics.self_check import capability
+
+    batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
+    parts = {str(part) for part, kernels in batches.kernels.items() if kernels == capability()}
     for trajectory in read_trajectories(run / TRAJECTORIES):
         if trajectory.frozen and trajectory.policy not in policies:
             # Its servers count their own versions, and the run does not keep their weights.
             unchecked[_OTHERS] += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue
         divisor = _temperature(trajectory, temperature)
-        newest = _last_version(trajectory, starts)
+        newest = _last_version(trajectory, batches.starts)
+        equal = trajectory.id.partition("-")[0] in parts
         for segment in trajectory.segments:
             for span in segment.weight_versions:
                 version = trajectory.policy, span[0]
@@ -196,7 +209,8 @@ def _turns(
                 seen[version] = seen.get(version, 0) + 1
                 slot = len(turns) if len(turns) < at_most else draw.randrange(seen[version])
                 if slot < at_most:
-                    turns[slot : slot + 1] = [_turn(trajectory, segment, span, divisor)]
+                    exact = equal and weights[version].exact
+                    turns[slot : slot + 1] = [(_sample(trajectory, segment, span), divisor, exact)]
     return turns_by_version, unchecked
 
 
@@ -222,7 +236,7 @@ def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> 
     return min((step for part, step in starts if part > int(number)), default=math.inf)
 
 
-def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
+def _sample(trajectory: Trajectory, segment: Segment, span: VersionSpan) -> TrainSample:
     path = trajectory.path(segment.parent)
     token_ids = np.concatenate([*(ancestor.token_ids for ancestor in path), segment.token_ids])
     start = len(token_ids) - len(segment.token_ids)
@@ -234,8 +248,7 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
     turns = np.full(len(token_ids), -1, np.int32)
     names = trajectory.id, trajectory.group_id, segment.index
     routes = path_routes([*path, segment])
-    sample = TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path), routes)
-    return sample, temperature
+    return TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path), routes)
 
 
 def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
@@ -243,14 +256,20 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     policy, number = version
     what = f"version {number}" if policy == MAIN else f"version {number} of {policy}"
     wrong: dict[int, tuple[TrainSample, list[str]]] = {}
-    for sample, position, reported, computed, shortfall in _recomputed(weights.directory, turns):
-        if weights.exact and shortfall > _ROUTE_TOLERANCE:
+    for index, position, reported, computed, shortfall in _recomputed(weights.directory, turns):
+        sample, _, exact = turns[index]
+        if weights.float32 and shortfall > _ROUTE_TOLERANCE:
             text = f"an expert of position {position} scores {shortfall:.3g} below those that its router chooses"
             wrong.setdefault(id(sample), (sample, []))[1].append(text)
         differences.append(abs(reported - computed))
-        if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
-            text = f"the logprob of position {position} was {reported:.6f}, computed again it is {computed:.6f}"
+        tolerance = 0.0 if exact else _TOLERANCE * max(1.0, abs(computed))
+        if weights.float32 and not differences[-1] <= tolerance:
+            text = f"the logprob of position {position} was {reported:.9g}, computed again it is {computed:.9g}"
             wrong.setdefault(id(sample), (sample, []))[1].append(text)
+        elif exact:
+            report.counts["logprobs recomputed with difference 0, to the last bit"] += 1
+        elif weights.exact:
+            report.counts["logprobs of another torch or processor, whose bits are not compared"] += 1
     for sample, texts in wrong.values():
         more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
         report.contradictions.append(
@@ -258,7 +277,7 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
             f"({weights.directory.name}): {texts[0]}{more}"
         )
     mean = float(np.mean(differences)) if differences else 0.0
-    if not weights.exact and mean > _MEAN_TOLERANCE_HALF:
+    if not weights.float32 and mean > _MEAN_TOLERANCE_HALF:
         report.contradictions.append(
             f"{what}: the logprobs of {len(differences)} ids differ from {weights.directory} by {mean:.4f} on average"
         )
@@ -270,18 +289,19 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     )
 
 
-def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[TrainSample, int, float, float, float]]:
-    """Yield (sample, position in its row, reported, computed, shortfall of the experts) of every id."""
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[int, int, float, float, float]]:
+    """Yield (index of the turn, position in its row, reported, computed, shortfall of the experts) of every id."""
     import torch
 
     from turnwise.engine.accelerator import resolve_device
-    from turnwise.placement.devices import AUTO
+    from turnwise.placement.devices import AUTO, CPU
     from turnwise.trainer.batch.packing import pack
     from turnwise.trainer.core import TrainRow
     from turnwise.trainer.model.policy import load_model
 
-    policy = load_model(directory, device=resolve_device(AUTO))
-    rows = [TrainRow(sample, temperature=temperature) for sample, temperature in turns]
+    exact = any(turn[2] for turn in turns)
+    policy = load_model(directory, device=CPU if exact else resolve_device(AUTO), exact=exact)
+    rows = [TrainRow(sample, temperature=temperature) for sample, temperature, _ in turns]
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():
             scores = policy.forward(batch)
@@ -290,14 +310,7 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[Train
             shortfalls = policy.routers.shortfall[batch.predictors].tolist()
         positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
         owners = [batch.rows[number] for number in batch.sequences.tolist()]
-        yield from zip(
-            [rows[row].sample for row in owners],
-            positions,
-            batch.rollout_logprobs.tolist(),
-            computed,
-            shortfalls,
-            strict=True,
-        )
+        yield from zip(owners, positions, batch.rollout_logprobs.tolist(), computed, shortfalls, strict=True)
 
 
 def _show(run: Path, report: AuditReport, console: Console) -> None:

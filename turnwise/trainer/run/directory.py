@@ -21,6 +21,7 @@ from turnwise.agents.roles import MAIN
 from turnwise.append_file import lock_directory, replace_file, write_private, writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import differences, dump_config, load_config
+from turnwise.engine.numerics.self_check import capability
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
@@ -409,9 +410,11 @@ def open_files(
     logged = LoggedRun(
         config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), resumed_step
     )
+    exact = any(policy.config.inference.exact for policy in start.policies.values())
+    kernels = capability() if exact else None
     files = RunFiles(
         Journal.open(directory, part=part, after_step=resumed_step, max_uses=uses, say=say),
-        BatchWriter(directory / BATCHES, part=part, after_step=resumed_step, max_tokens=cut),
+        BatchWriter(directory / BATCHES, part=part, after_step=resumed_step, max_tokens=cut, kernels=kernels),
         RunLog.open(logged, config.loggers, console, part=part),
         Diagnostics(directory, {name: (policy.config, policy.renderer) for name, policy in start.policies.items()}),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
