@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.envs.run_envs import GATES, Gate
+from support.trainer.killing_transport import VERSION
 from support.trainer.lookup_run import GROUPS, MEMBERS, held_config, lines, silent, train_config
 from turnwise.engine.weights import write_weights
 from turnwise.errors import EngineDied, InferenceError
@@ -277,6 +278,29 @@ async def test_server_that_dies_during_a_weight_update_is_updated_again(
         logits = model(input_ids=torch.tensor([PROMPT.tolist()])).logits[0, -1]
     assert int(logits.argmax()) == int(answer.token_ids[0])
     assert float(answer.logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.ext
+async def test_a_server_killed_within_an_update_leaves_the_others_running(lookup_model: Path, tmp_path: Path) -> None:
+    """The one that lives is sent all again by a group without the other one, which gets it after its restart."""
+    changes = {**by("support.trainer.killing_transport:KillingTransport"), "inference": {"replicas": 2}}
+    config = train_config(lookup_model, tmp_path, steps=VERSION + 2, **changes)
+    async with open_run(config, tmp_path / "run", silent()) as run:
+        survivor, killed = run.policy.fleet.replicas
+        first = survivor.pid, killed.pid
+        await train_sync(run)
+        # It may still be starting, or be sent its weights, when the run ends.
+        await run.policy.fleet.recover(InferenceError("killed"))
+        assert (survivor.pid == first[0], killed.pid == first[1], run.policy.fleet.restarts) == (True, False, 1)
+    by_step = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert all(step["gap/max"] < 1e-4 for step in by_step)
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
+    assert {(trajectory.attempt, trajectory.error) for trajectory in trajectories} == {(0, None)}
+    by_version = [versions(trajectory) for trajectory in trajectories]
+    assert by_version == [{number // PER_STEP} for number in range(PER_STEP * (VERSION + 2))]
+    report = audit_run(tmp_path / "run", console=silent())
+    assert (report.contradictions, report.counts["weight versions recomputed"]) == ([], VERSION + 2)
 
 
 @pytest.mark.long

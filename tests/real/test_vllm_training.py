@@ -153,7 +153,7 @@ def test_ranks_send_weights_to_a_group_though_a_server_is_killed_within_an_updat
     assert process.returncode == 0, process.output()
     steps = check_learned(tmp_path / "run")
     [served] = [line for line in lines(metrics) if line["kind"] == "inference"]
-    # Both that were killed; the other one, where it had only a part of that version.
-    assert served["restarts"] in (2, 3)
+    # Both that were killed; the other one, which had a part of that version, was sent all of it again.
+    assert served["restarts"] == 2
     assert all(0 < step["servers/paused_s"] <= step["time/sync_s"] for step in steps)
     assert all(0 < step["time/weights_s"] <= step["time/sync_s"] for step in steps)

@@ -205,6 +205,8 @@ class ServerReplica(Replica):
         # What a restart brings back, and what the process that runs has loaded, by the adapter's name.
         self._manifests: dict[str | None, WeightManifest] = {}
         self._loaded: dict[str | None, WeightManifest] = {}
+        # Whether the last update failed half-way, so that nothing is sampled before another one.
+        self._torn = False
         # A restart brings back the last weights: newer ones must not be overtaken by them.
         self._loading = asyncio.Lock()
         self._sleeping = ServerSleepMode(self._ask, self._loading, self._drop_weights)
@@ -263,7 +265,7 @@ class ServerReplica(Replica):
         await self._open(paused=False)
 
     async def _open(self, *, paused: bool) -> None:
-        self._loaded = {}
+        self._loaded, self._torn = {}, False
         if isinstance(self._process, ServerProcess):
             self._port = await self._start(self._process, paused=paused)
         else:
@@ -297,8 +299,8 @@ class ServerReplica(Replica):
         """
         async with self._loading:
             version = await self._load(manifest)
-            if self.outdated:
-                self.outdated = False
+            if self.outdated or self._torn:
+                self.outdated = self._torn = False
                 await self.resume()
             return version
 
@@ -311,7 +313,11 @@ class ServerReplica(Replica):
             except InferenceError as error:
                 if manifest.group is None or isinstance(error, RequestRefused):
                     raise
-                raise self._failed_update(manifest.version, error) from error
+                if self._torn or self._sleeping.level or not await self._answers():
+                    raise self._failed_update(manifest.version, error) from error
+                # Most likely another one of the group ended: it samples nothing, and can be sent all again.
+                self._torn = True
+                raise
             self._loaded[name] = manifest
         version = await self._set_version(manifest.version, name)
         self._manifests[name] = manifest

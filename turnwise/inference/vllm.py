@@ -367,7 +367,10 @@ class VLLMReplica(ServerReplica):
             if not reset.get("success"):
                 raise InferenceError(f"{url} keeps keys and values of old weights: {reset}")
         except InferenceError as error:
-            raise self._failed_update(manifest.version, error) from error
+            if manifest.group is None:
+                raise self._failed_update(manifest.version, error) from error
+            # It stays paused; the class of its error would say that it has kept its weights.
+            raise InferenceError(str(error)) from error
         if not paused:
             await self.resume()
             self.paused_s += time.monotonic() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import platform
@@ -14,7 +15,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -33,11 +34,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """How many processes of each kind a run has from its start on; rank and replica of a number may be ``paired``."""
+    """How many processes of each kind a run has from its start on.
+
+    Attributes:
+        replicas: Servers.
+        workers: Rollout workers.
+        ranks: Sizes of the groups of neighbouring ranks that exchange in each layer, and belong on one node.
+        paired: Whether rank and replica of a number share resources.
+    """
 
     replicas: int
     workers: int
-    ranks: int = 0
+    ranks: tuple[int, ...] = ()
     paired: bool = False
 
 
@@ -70,20 +78,35 @@ def lay_out(config: RayConfig, needs: Needs) -> Layout:
     Raises:
         ConfigError: Pairs without as many ranks as replicas.
     """
-    users: list[list[Kind]] = []
-    if needs.paired:
-        if needs.ranks != needs.replicas:
-            raise ConfigError(
-                f"layout is colocated, by placement ray with {needs.ranks} ranks (policies.main.engine fsdp and its "
-                f"ranks) and {needs.replicas} replicas (inference.replicas): make them equal, or say separate"
-            )
-        users.extend(["rank", "replica"] for _ in range(needs.ranks))
-    else:
-        users.extend(["rank"] for _ in range(needs.ranks))
+    ranks, kinds = sum(needs.ranks), _kinds_of_rank(needs)
+    if needs.paired and ranks != needs.replicas:
+        raise ConfigError(
+            f"layout is colocated, by placement ray with {ranks} ranks (policies.main.engine fsdp and its "
+            f"ranks) and {needs.replicas} replicas (inference.replicas): make them equal, or say separate"
+        )
+    # A bundle is on one node.
+    users: list[list[Kind]] = [kinds * size for size in needs.ranks]
+    if not needs.paired:
         users.extend(["replica"] for _ in range(needs.replicas))
     users.extend(["worker"] for _ in range(needs.workers))
     of = _bundles(config)
     return Layout([total([of[kind] for kind in kinds]) for kinds in users], users)
+
+
+def split_groups(config: RayConfig, needs: Needs, nodes: Sequence[Mapping[str, float]]) -> Needs:
+    """Return what a run needs with groups of ranks that no node holds split, into the largest equal parts that fit."""
+    of = _bundles(config)
+    rank = total([of[kind] for kind in _kinds_of_rank(needs)])
+    fits = max(int(min(node.get(name, 0.0) / amount for name, amount in rank.items()) + 1e-9) for node in nodes)
+    parts = [
+        max(part for part in range(1, size + 1) if not size % part and part <= max(1, fits)) for size in needs.ranks
+    ]
+    split = [(part,) * (size // part) for size, part in zip(needs.ranks, parts, strict=True)]
+    return replace(needs, ranks=tuple(itertools.chain(*split)))
+
+
+def _kinds_of_rank(needs: Needs) -> list[Kind]:
+    return ["rank", "replica"] if needs.paired else ["rank"]
 
 
 def _bundles(config: RayConfig) -> dict[Kind, Bundle]:
@@ -172,7 +195,14 @@ class RayCluster:
 
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            check_room(layout, [node["Resources"] for node in nodes])
+            resources = [node["Resources"] for node in nodes]
+            if (split := split_groups(config, needs, resources)) != needs:
+                layout = lay_out(config, split)
+                say(
+                    f"ray: no node holds {max(needs.ranks)} ranks, which exchange in each layer (sequence_parallel, "
+                    f"expert_parallel): they are on several, {max(split.ranks)} on each; lower these, or ray.rank"
+                )
+            check_room(layout, resources)
             await _check_nodes(nodes, paths)
             total = {name: sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
             say(f"ray: {len(nodes)} nodes, {amounts(total)}")

@@ -15,7 +15,7 @@ from turnwise.gateway.frozen import FrozenPolicies
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.placement.config import RayConfig
-from turnwise.placement.ray_cluster import Layout, Needs, check_room, lay_out, node_facts
+from turnwise.placement.ray_cluster import Layout, Needs, RayCluster, check_room, lay_out, node_facts, split_groups
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.cluster import ClusterWorkers, cluster_needs, placement_text
 
@@ -26,7 +26,7 @@ def ray(**keys: Any) -> RayConfig:
 
 def test_separate_parts_have_bundles_of_their_own() -> None:
     config = ray(rank={"cpus": 2, "gpus": 1}, replica={"gpus": 1}, workers={"cpus": 0.5, "custom": {"sandbox": 1}})
-    layout = lay_out(config, Needs(replicas=1, workers=2, ranks=2))
+    layout = lay_out(config, Needs(replicas=1, workers=2, ranks=(1, 1)))
     assert layout.users == [["rank"], ["rank"], ["replica"], ["worker"], ["worker"]]
     assert layout.bundles == [
         {"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 0.5, "sandbox": 1},
@@ -36,7 +36,7 @@ def test_separate_parts_have_bundles_of_their_own() -> None:
 
 def test_colocated_parts_share_a_bundle_and_are_as_many() -> None:
     config = ray(rank={"gpus": 0.5}, replica={"gpus": 0.5})
-    layout = lay_out(config, Needs(replicas=2, workers=1, ranks=2, paired=True))
+    layout = lay_out(config, Needs(replicas=2, workers=1, ranks=(1, 1), paired=True))
     assert layout.users == [["rank", "replica"], ["rank", "replica"], ["worker"]]
     assert layout.bundles[0] == {"CPU": 2, "GPU": 1}
     with pytest.raises(ConfigError, match=r"layout is colocated, .* 0 ranks .* and 2 replicas .*: make them"):
@@ -50,6 +50,44 @@ def test_impossible_layout_names_key_lack_and_remedy() -> None:
         check_room(layout, [{"CPU": 64, "GPU": 1}])
     with pytest.raises(ConfigError, match=r"ray.workers asks for 4 CPU .*: add nodes, or lower inference.rep"):
         check_room(layout, [{"CPU": 3, "GPU": 1}] * 9)
+
+
+TWO_OF_FOUR = [{"CPU": 16.0, "GPU": 4.0}] * 2
+
+
+def rank_groups(ranks: int, **options: Any) -> tuple[int, ...]:
+    policies = {"main": {"model": {"path": "model"}, "engine": "fsdp", "engine_options": {"ranks": ranks, **options}}}
+    return cluster_needs(TrainConfig.model_validate({**PLAIN, "placement": "ray", "policies": policies})).ranks
+
+
+@pytest.mark.parametrize(("size", "paired"), [(2, False), (4, False), (4, True)])
+def test_ranks_of_a_sequence_share_a_node(size: int, paired: bool) -> None:
+    share = {"gpus": 0.5} if paired else {"gpus": 1}
+    config = ray(rank=share, replica=share if paired else {})
+    needs = Needs(replicas=8, workers=1, ranks=rank_groups(8, sequence_parallel=size), paired=paired)
+    assert split_groups(config, needs, TWO_OF_FOUR) == needs
+    layout = lay_out(config, needs)
+    check_room(layout, TWO_OF_FOUR)
+    # A bundle is on one node, and ranks take them in their order: size neighbours from a multiple of it on.
+    groups = [kinds.count("rank") for kinds in layout.users if "rank" in kinds]
+    assert groups == [size] * (8 // size)
+    assert layout.bundles[0]["GPU"] == size
+    cluster = RayCluster(config, "group", layout, owns=False)
+    assert [cluster.claim("rank").bundle for _ in range(8)] == [rank // size for rank in range(8)]
+
+
+@pytest.mark.parametrize(("size", "parts"), [(4, (2, 2)), (6, (3, 3)), (2, (2,))])
+def test_groups_of_ranks_that_no_node_holds_are_split_evenly(size: int, parts: tuple[int, ...]) -> None:
+    nodes = [{"CPU": 16.0, "GPU": 3.0}, {"CPU": 16.0, "GPU": 2.0}]
+    needs = split_groups(ray(rank={"gpus": 1}), Needs(replicas=1, workers=1, ranks=(size,)), nodes)
+    assert needs.ranks == parts
+
+
+def test_groups_of_ranks_hold_those_of_sequences_and_of_experts() -> None:
+    assert rank_groups(8, sequence_parallel=2, expert_parallel=4) == (4, 4)
+    assert rank_groups(4) == (1, 1, 1, 1)
+    # The engine refuses it later.
+    assert rank_groups(5, sequence_parallel=2) == (2, 2, 1)
 
 
 amounts = st.integers(1, 4)
@@ -103,7 +141,7 @@ def two_policies(**changes: Any) -> TrainConfig:
 def test_cluster_needs_count_shared_servers_once() -> None:
     config = two_policies()
     # Three of solver, which also serve critic, one of judge, two of the frozen one; ranks of solver and judge.
-    assert cluster_needs(config) == Needs(replicas=6, workers=1, ranks=4)
+    assert cluster_needs(config) == Needs(replicas=6, workers=1, ranks=(1, 1, 1, 1))
     assert "4 ranks, 6 servers, 1 rollout workers in 11 bundles" in placement_text(config)
     with pytest.raises(ConfigError, match=r"layout is colocated, by placement ray with 4 ranks .* and 6 replicas"):
         placement_text(two_policies(layout="colocated"))

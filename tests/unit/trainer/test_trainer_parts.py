@@ -77,6 +77,23 @@ async def test_cancelled_update_is_finished_before_the_cancellation() -> None:
     assert task.cancelling() == 1
 
 
+async def test_train_thread_that_is_closed_finishes_work_that_waits_for_the_event_loop() -> None:
+    train_thread, loop = TrainThread(), asyncio.get_running_loop()
+    began, answer = threading.Event(), asyncio.Event()
+
+    def send() -> str:
+        waiting = asyncio.run_coroutine_threadsafe(answer.wait(), loop)
+        began.set()
+        waiting.result(30)
+        return "sent"
+
+    sending = asyncio.create_task(train_thread(send))
+    await asyncio.to_thread(began.wait, 30)
+    loop.call_soon(answer.set)
+    await train_thread.close()
+    assert await sending == "sent"
+
+
 async def test_error_in_the_train_thread_is_raised_to_the_caller() -> None:
     def update() -> None:
         raise ValueError("no")

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -37,16 +37,25 @@ def cluster_needs(config: TrainConfig) -> Needs:
     trained = [config.of_policy(name).inference for name in config.served]
     served = [*trained, *(frozen.inference for frozen in config.rollout.frozen.values() if not frozen.urls)]
     replicas = sum(inference.replicas for inference in served if not inference.urls)
-    # A sharded learner has the option ranks; that of torch computes in this process.
-    ranks = sum(int(chosen_engine(policy).options.get("ranks", 0)) for policy in config.policies.values())
+    ranks = tuple(size for policy in config.policies.values() for size in _rank_groups(chosen_engine(policy).options))
     return Needs(replicas, config.ray.workers.min, ranks, paired=config.layout == "colocated")
+
+
+def _rank_groups(options: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the sizes of the groups of ranks that exchange in each layer; none where this process computes."""
+    size = math.lcm(*(int(options.get(name, 1)) for name in ("sequence_parallel", "expert_parallel")))
+    left = int(options.get("ranks", 0))
+    while left > 0:
+        # What does not divide the ranks is refused by their engine.
+        yield min(size, left)
+        left -= size
 
 
 def placement_text(config: TrainConfig) -> str:
     """Describe what a run reserves on its cluster. Raises ConfigError where ranks and replicas do not match."""
     needs = cluster_needs(config)
     layout = lay_out(config.ray, needs)
-    parts = {"ranks": needs.ranks, "servers": needs.replicas, "rollout workers": needs.workers}
+    parts = {"ranks": sum(needs.ranks), "servers": needs.replicas, "rollout workers": needs.workers}
     text = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
     return f"ray, {config.layout}: {text} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
 
