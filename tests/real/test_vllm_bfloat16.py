@@ -81,7 +81,8 @@ async def served_scores(client: HTTPClient, rows: list[TrainRow]) -> Tensor:
     return torch.cat([torch.from_numpy(np.array((await client.score(row.sample.input_ids))[1:])) for row in rows])
 
 
-async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(tmp_path: Path, family: str) -> None:
     sizes = {
         "hidden_size": 64,
         "head_dim": 32,
@@ -89,7 +90,9 @@ async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(t
         "vocab_size": 260,
         "initializer_range": 0.2,
     }
-    model = save_family("qwen3_moe", tmp_path / "model", **sizes, max_position_embeddings=512)
+    if family == "mixtral":
+        sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
+    model = save_family(family, tmp_path / "model", **sizes, max_position_embeddings=512)
     make_tokenizer().save(str(model / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class TrainThread(ThreadPoolExecutor):
-    """One thread for all train steps and checkpoints of a run; :meth:`close` ends it.
+    """One thread for all train steps and checkpoints of a run; :meth:`aclose` ends it.
 
     Episodes go on meanwhile: torch and writes release the interpreter lock. OpenMP creates a pool per calling thread,
     so the thread is kept.
@@ -27,7 +27,7 @@ class TrainThread(ThreadPoolExecutor):
         """Run a function in the thread, uninterrupted by cancellation (:func:`uninterrupted`)."""
         return await uninterrupted(asyncio.get_running_loop().run_in_executor(self, function))
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Wait for what runs in the thread, which may wait for the event loop, and end it."""
         await uninterrupted(asyncio.to_thread(self.shutdown))
 

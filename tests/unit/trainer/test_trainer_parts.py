@@ -90,7 +90,7 @@ async def test_train_thread_that_is_closed_finishes_work_that_waits_for_the_even
     sending = asyncio.create_task(train_thread(send))
     await asyncio.to_thread(began.wait, 30)
     loop.call_soon(answer.set)
-    await train_thread.close()
+    await train_thread.aclose()
     assert await sending == "sent"
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 BUCKET = 2**27
-"""Bytes that are sent at a time: what every process holds beside its model, and vLLM beside three copies of a matrix."""
+"""Bytes that are sent at a time: what every process holds beside its model (vLLM also three copies of a matrix)."""
 BYTE = torch.uint8
 WAIT = timedelta(seconds=300)
 """How long a process waits for another one, which gathers a bucket or loads one meanwhile."""

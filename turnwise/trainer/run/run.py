@@ -452,8 +452,7 @@ async def _assemble(
     steps_done, share = state.step, budget.nearest[1]
     display = LiveDisplay(config.name, config.steps, COLUMNS, console=console, done=steps_done, share_at_start=share)
     stack.enter_context(display)
-    train_thread = TrainThread()
-    stack.push_async_callback(train_thread.close)
+    train_thread = await stack.enter_async_context(contextlib.aclosing(TrainThread()))
     run = TrainRun(
         **vars(files),
         **_start_fields(config, directory, start),
