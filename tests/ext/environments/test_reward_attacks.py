@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from support.envs.swe_cheats import OF_COMPARISONS, OF_THE_SANDBOX, TELLING_RUNS_APART
-from support.envs.swe_episodes import any_manager, judging, task
+from support.envs.swe_episodes import contained_manager, judging, task
 from support.envs.swe_mutants import appended
 from support.envs.terminal_attacks import TERMINAL_ATTACKS
 from turnwise.envs import make
@@ -36,7 +36,7 @@ PAIR = "passes together with its twin tests/test_"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def manager() -> AsyncIterator[SandboxManager]:
-    async with any_manager() as sandboxes:
+    async with contained_manager() as sandboxes:
         yield sandboxes
 
 

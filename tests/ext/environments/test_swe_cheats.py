@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.envs.swe_cheats import CHEATS, OF_THE_ISSUE, command
-from support.envs.swe_episodes import any_manager, episode, judging, task, worth
+from support.envs.swe_episodes import contained_manager, episode, judging, task, worth
 from support.envs.swe_mutants import appended, mutants
 from turnwise.envs.core import step_env
 from turnwise.ext.environments.swe import SweEnv, tasks
@@ -47,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "cheat", [cheat if cheat in QUICK else pytest.param(cheat, marks=pytest.mark.long) for cheat in TOLD]
 )
 async def test_a_solution_that_goes_for_the_report_is_worth_nothing(cheat: str, cache: Path) -> None:
-    async with any_manager() as manager:
+    async with contained_manager() as manager:
         score, env = await worth(manager, task(ROW), command("ledgerly", cheat), cache=str(cache))
     assert score == 0.0
     assert env.verdict is not None
@@ -75,7 +75,7 @@ if list(_found()):
 
 
 async def test_the_text_of_hidden_tests_lies_nowhere_while_a_solution_runs(cache: Path) -> None:
-    async with any_manager() as manager, judging(manager, task(ROW), cache=str(cache)) as env:
+    async with contained_manager() as manager, judging(manager, task(ROW), cache=str(cache)) as env:
         patch = env.instance.patch.encode() + appended(env.instance, Path(cache), PROBE)
         verdict = await env.judge(patch)
         assert (verdict.resolved, verdict.reason) == (True, "")
@@ -86,7 +86,7 @@ async def test_the_text_of_hidden_tests_lies_nowhere_while_a_solution_runs(cache
 @pytest.mark.long
 async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
     cheat = command("ledgerly", "replaces every test by nothing")
-    async with any_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:
+    async with contained_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:
         assert env.sandbox is not None
         await env.sandbox.exec(cheat, timeout=60.0)
         final_step = await step_env(env, {"role": "assistant", "content": "Done."})
@@ -98,7 +98,7 @@ async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
 
 async def test_without_twins_only_the_guard_is_left(cache: Path) -> None:
     patch = appended(instance_of(task(ROW)), Path(cache), CHEATS["replaces every test by nothing"])
-    async with any_manager() as manager, judging(manager, task(ROW), cache=str(cache), twins=False) as env:
+    async with contained_manager() as manager, judging(manager, task(ROW), cache=str(cache), twins=False) as env:
         verdict = await env.judge(patch)
     assert (verdict.resolved, verdict.tampered) == (True, "")
 
@@ -121,7 +121,7 @@ async def judged(env: SweEnv, number: int) -> AsyncIterator[tuple[str, bytes]]:
 @pytest.mark.alike("cheats")
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.id for row in ROWS])
 async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -> None:
-    async with any_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
+    async with contained_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
         gold = await env.judge(env.instance.patch.encode())
         assert (gold.resolved, gold.tampered, gold.reason) == (True, "", "")
         plan = await env.twins()
@@ -138,7 +138,7 @@ async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -
 async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> None:
     """A wrong solution of each row, or two with all cheats."""
     wrong = 0
-    async with any_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
+    async with contained_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
         for patch in mutants(env.instance, cache, seed=number):
             verdict = await env.judge(patch)
             assert verdict.tampered == "", patch.decode()

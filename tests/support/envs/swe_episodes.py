@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from turnwise.agents.core import Agent, Episode
 from turnwise.envs.core import close_env, reset_env, score_env
 from turnwise.errors import SandboxUnavailable
@@ -23,13 +25,27 @@ def task(name: str) -> Task:
 
 @asynccontextmanager
 async def any_manager(**settings: Any) -> AsyncIterator[SandboxManager]:
-    """Sandboxes of this machine; without containment where it gives none (what runs in them is ours)."""
+    """Sandboxes of this machine; without containment where it gives none (what runs in them is ours, and harmless)."""
     manager = SandboxManager(SandboxConfig(**settings))
     try:
         await manager.probe()
     except SandboxUnavailable:
         manager = SandboxManager(SandboxConfig(config={"isolation": "plain", "unsafe": True}))
     try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+@asynccontextmanager
+async def contained_manager(**settings: Any) -> AsyncIterator[SandboxManager]:
+    """Sandboxes of this machine for what would harm it; a skip where it contains none."""
+    manager = SandboxManager(SandboxConfig(**settings))
+    try:
+        try:
+            await manager.probe()
+        except SandboxUnavailable as error:
+            pytest.skip(f"needs sandboxes that contain what runs in them: {error}")
         yield manager
     finally:
         await manager.close()
