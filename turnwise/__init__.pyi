@@ -39,6 +39,7 @@ from turnwise.evaluation.runner import run_eval as run_eval
 from turnwise.evaluation.tables import RunTables as RunTables
 from turnwise.evaluation.tables import read_run as read_run
 from turnwise.ext.checks.environment import check_env as check_env
+from turnwise.ext.frameworks.training_loops import collate_padded as collate_padded
 from turnwise.ext.programs import BlackBoxAgent as BlackBoxAgent
 from turnwise.images import image_part as image_part
 from turnwise.inference.scripted import ScriptedClient as ScriptedClient
@@ -64,7 +65,6 @@ from turnwise.trainer.algorithms.advantages import register_advantage as registe
 from turnwise.trainer.algorithms.config import AlgorithmConfig as AlgorithmConfig
 from turnwise.trainer.algorithms.losses import register_loss as register_loss
 from turnwise.trainer.api import Trainer as Trainer
-from turnwise.trainer.batch.collate import collate_padded as collate_padded
 from turnwise.trainer.config.offline import DPOConfig as DPOConfig
 from turnwise.trainer.config.offline import RewardModelConfig as RewardModelConfig
 from turnwise.trainer.config.offline import SFTConfig as SFTConfig

@@ -1,8 +1,4 @@
-"""Messages in a template's form, whole conversations to ids, and ids of tool responses.
-
-Tool responses work for every chat format, because the template itself renders them, with the proofs of
-:mod:`~turnwise.chat.incremental_render`.
-"""
+"""Messages in a template's form, and whole conversations to ids."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from turnwise.chat.formats.core import ChatFormat
 from turnwise.chat.template import ChatTemplate, TemplateFacts, Wire, short_id, wire_call
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
-from turnwise.model.canonical import Canonical, CanonicalCall, Canonicalizer, canonical_arguments
-from turnwise.model.core import Renderer
+from turnwise.model.canonical import Canonical, Canonicalizer, canonical_arguments
 from turnwise.types import Message, TokenIds, ToolCall, ToolSchema, as_ids
 
 _TOOL_SETS = 64
@@ -219,46 +214,3 @@ class TemplateText:
         # This template has no place for arguments that are not an object: the call is rendered as text.
         wires = [self._form.message(unparsable_calls_as_text(message)) for message in messages]
         return self._template.render(wires, tools, generate=generate)
-
-
-def tool_response_ids(
-    renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
-) -> TokenIds:
-    """Return the ids to append after a turn of calls that ended with its stop token.
-
-    Args:
-        renderer: See :func:`~turnwise.chat.renderer.load_renderer`.
-        calls: The calls of that turn, in order.
-        answers: Results of the first calls, in the same order; at least one.
-        tools: The tools of the prompt.
-
-    Returns:
-        The results and the next generation prompt, int32 of shape [tokens], without the sampled stop token.
-
-    Raises:
-        RenderError: The template cannot render them, or the suffix is not proven independent of the history.
-    """
-    if not calls or not 0 < len(answers) <= len(calls):
-        raise RenderError(
-            f"answers: {len(answers)} answers to {len(calls)} calls; give each call's, in the order of the calls"
-        )
-    ids = [call.id or f"call{number:05d}" for number, call in enumerate(calls)]
-    caller = Canonical(
-        "assistant",
-        "",
-        calls=tuple(CanonicalCall(call.name, "{}", {}, call_id) for call, call_id in zip(calls, ids, strict=True)),
-    )
-    new = [
-        Canonical("tool", text, answers=number, call_id=ids[number], call_name=calls[number].name)
-        for number, text in enumerate(answers)
-    ]
-    tail = renderer.render([Canonical("user", "?")], tools)
-    # How a turn with a call ends in this format; the call's content does not matter to what follows.
-    token_ids = renderer.completion(
-        {"role": "assistant", "content": "", "tool_calls": [ToolCall(ids[0], calls[0].name, {})]}, tools
-    )
-    following = renderer.extend(tail, token_ids, caller, new, tools)
-    if following is None:
-        names = ", ".join(call.name for call in calls)
-        raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")
-    return following

@@ -250,14 +250,11 @@ def _document(block: Fields) -> str | None:
 
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    409: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    500: "api_error",
     503: "overloaded_error",
     529: "overloaded_error",
 }

@@ -30,16 +30,11 @@ from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    529: "server_error",
 }
 _SPEAKERS = ("system", "developer", "user", "assistant")
 _ROLES = (*_SPEAKERS, "tool")

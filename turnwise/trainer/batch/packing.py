@@ -374,7 +374,7 @@ def recompute_logprobs(score: Scorer, rows: Sequence[TrainRow], batch: BatchConf
 
 def score_rows(score: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[int, Tensor]:
     """Return the scores of the trained tokens, in main memory, by the index of their row."""
-    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+    batches = pack(rows, batch.micro_batch, share_prefixes=batch.share_prefixes)
     by_row: dict[int, Tensor] = {}
     for micro_batch, scores in zip(batches, score(batches), strict=True):
         parts = torch.split(scores.cpu(), [rows[index].sample.trained_tokens for index in micro_batch.rows])

@@ -25,8 +25,10 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-Optimization: TypeAlias = Literal["varlen", "compile", "fused_loss", "bfloat16_weights", "bfloat16_base"]
-"""A faster form of a train step (:attr:`ModelConfig.optimizations`)."""
+Optimization: TypeAlias = Literal[
+    "varlen", "compile", "fused_loss", "bfloat16_weights", "bfloat16_base", "offload_activations", "release_gradients"
+]
+"""A form of a train step that takes less time or memory (:attr:`ModelConfig.optimizations`)."""
 
 MACHINE_OF_MODEL: Final = frozenset({"device", "threads", "gradient_checkpointing", "optimizations"})
 """Keys of :class:`ModelConfig` that say how is computed, not what is learned: a resumed run may change them."""
@@ -73,12 +75,14 @@ class ModelConfig(Section):
             least memory at a fifth to a third more time.
         lora: Train low-rank adapters on the frozen model; None trains all weights.
         freeze_vision: Whether the vision tower of a vision-language model, and its connector, keep their weights.
-        optimizations: Faster forms of a train step: ``varlen`` torch's flash attention where rows share no prefix;
-            ``compile`` layers by torch.compile, rows padded to a few sizes; ``fused_loss`` compiled log-probabilities;
-            ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers; ``bfloat16_base``
-            frozen matrices under adapters in the bfloat16 of their file. What device, type or model do not have is left
-            out, with a line in the log. By default ``varlen``, ``fused_loss`` and ``bfloat16_base`` on a GPU, none on a
-            CPU.
+        optimizations: Forms of a train step with less time or memory: ``varlen`` torch's flash attention where rows
+            share no prefix; ``compile`` layers by torch.compile, rows padded to a few sizes; ``fused_loss`` compiled
+            log-probabilities; ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers;
+            ``bfloat16_base``
+            frozen matrices under adapters in the bfloat16 of their file; ``offload_activations`` activations in main
+            memory until the backward pass; ``release_gradients`` each parameter updated within it, in steps of one
+            micro-batch. What device, type or model do not have is left out, with a line in the log. By default
+            ``varlen``, ``fused_loss`` and ``bfloat16_base`` on a GPU, none on a CPU.
     """
 
     path: ConfigPath

@@ -73,6 +73,10 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
 
 
+MICRO_BATCH: Final = 4096
+"""Tokens of a micro-batch by default."""
+
+
 class BatchConfig(Section):
     """The batch of a train step.
 
@@ -83,7 +87,8 @@ class BatchConfig(Section):
         groups: Groups per step (``rollout.group_size`` trajectories each).
         over_sample: ``sync``: start this many times ``groups`` and train the first to finish.
         tail: Wait for the last groups; None waits for all of them.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory. By default as many as a
+            GPU has memory for, and 4,096 on a CPU.
         max_tokens_per_row: Truncate longer rows, counting the cut tokens; None truncates nothing.
         share_prefixes: Compute common prefixes of rows in a micro-batch once (the prompt of a group, the history of
             branches). The result is the same.
@@ -92,9 +97,14 @@ class BatchConfig(Section):
     groups: PositiveInt = 16
     over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     tail: StragglerDeadline | None = None
-    max_tokens_per_micro_batch: PositiveInt = 4096
+    max_tokens_per_micro_batch: PositiveInt | None = None
     max_tokens_per_row: PositiveInt | None = None
     share_prefixes: bool = True
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens of a micro-batch, where no device's memory decided on them."""
+        return self.max_tokens_per_micro_batch or MICRO_BATCH
 
     @property
     def started(self) -> int:

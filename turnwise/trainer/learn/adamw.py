@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ class Int8AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    state = self.state[parameter] = self.state.get(parameter) or new_state(parameter, "int8")
-                    _update(parameter, state, group)
+                    update(parameter, self.state, group, "int8")
         return None
 
 
@@ -48,9 +47,12 @@ def new_state(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
     return state
 
 
-def _update(parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Update the part of a parameter that is here, piece by piece."""
+def update(
+    parameter: Tensor, states: MutableMapping[Tensor, dict[str, Tensor]], group: Mapping[str, Any], state_dtype: str
+) -> None:
+    """Update the part of a parameter that is here, piece by piece, and its state among an optimizer's."""
     assert parameter.grad is not None, "it has a gradient"
+    state = states[parameter] = states.get(parameter) or new_state(parameter, state_dtype)
     weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
     stored = [_local(state[name]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
     scales = [_local(state[name]).view(-1) for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in state]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.inference.engines import emulates_bfloat16
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
-from turnwise.trainer.learn.adamw import Int8AdamW
+from turnwise.trainer.learn.adamw import Int8AdamW, update
 
 _SAMPLED = 4096
 """Elements of a tensor, at most, that tell how far a step moves the weights."""
@@ -156,15 +156,28 @@ class OptimizerSet:
         self.state_dtype = config.state_dtype
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
-    def step(self, factor: float) -> float:
-        """Update all parameters by learning rates times ``factor``, zero the gradients; return the update ratio."""
+    def step(self, factor: float, backward: Callable[[], object] | None = None) -> float:
+        """Update all parameters by learning rates times ``factor``, zero the gradients; return the update ratio.
+
+        A ``backward`` pass, if one is given, calls :meth:`update` for each of them.
+        """
         weights = self._sampled_weights()
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-            optimizer.step()
+            if backward is None:
+                optimizer.step()
+        if backward is not None:
+            backward()
         self.zero_grad()
         return float((self._sampled_weights() - weights).norm() / weights.norm().clamp(min=1e-30))
+
+    def update(self, parameter: Tensor) -> None:
+        """Update one parameter by AdamW, within :meth:`step`."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if any(one is parameter for one in group["params"]):
+                    update(parameter, optimizer.state, group, self.state_dtype)
 
     def _sampled_weights(self) -> Tensor:
         """Return evenly spaced elements of each parameter (of a sharded one, of the shard here), as one new tensor."""

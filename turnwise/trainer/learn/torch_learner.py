@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, Objective, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
+from turnwise.trainer.learn.released import GradientRelease, check_release
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
 from turnwise.trainer.model.value_head import read_state
 from turnwise.trainer.model.weights import PolicyWeights
@@ -100,6 +101,8 @@ class LossTotals:
 class TorchLearner(Learner):
     """Trains one policy in this process, on one device."""
 
+    check = staticmethod(check_release)
+
     def __init__(
         self, policy: Policy, config: PolicyConfig, total_steps: int, *, trained: nn.Module | None = None
     ) -> None:
@@ -117,6 +120,10 @@ class TorchLearner(Learner):
         self.skipped: Counter[str] = Counter()
         self._trained = policy.model if trained is None else trained
         self._optimizers = OptimizerSet(self._trained, config.optim)
+        self._release: GradientRelease | None = None
+        if "release_gradients" in policy.optimizations:
+            check_release(config)
+            self._release = GradientRelease(self._trained, self._optimizers)
         self._schedule: ScheduleConfig = config.schedule
         self._max_grad_norm = config.optim.max_grad_norm
         self.total_steps = total_steps
@@ -155,7 +162,9 @@ class TorchLearner(Learner):
         with self.policy.computing():
             for batch in batches:
                 result = objective(batch, self._score(batch, entropy=objective.entropy))
-                totals.add(result, normalizer).backward()  # type: ignore[no-untyped-call]
+                loss = totals.add(result, normalizer)
+                if self._release is None or not self._release.holds(loss, alone=len(batches) == 1):
+                    loss.backward()  # type: ignore[no-untyped-call]
         return totals.stats(sum(batch.trained_tokens for batch in batches))
 
     def _score(self, batch: MicroBatch, *, entropy: bool) -> TokenScores:
@@ -166,18 +175,23 @@ class TorchLearner(Learner):
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
         self.steps += 1
+        limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
+        if self._release is not None and self._release.loss is not None:
+            norm, ratio = self._release.step(factor, limit)
+            return self._stepped(norm, rates, lambda: ratio)
         parameters = [p for p in self._trained.parameters() if p.grad is not None]
         if not parameters:
             self.skipped["no_gradient"] += 1
             return StepResult(0.0, rates, "no_gradient")
-        limit = float("inf") if self._max_grad_norm is None else self._max_grad_norm
-        norm = self._clip(parameters, limit)
+        return self._stepped(self._clip(parameters, limit), rates, lambda: self._optimizers.step(factor))
+
+    def _stepped(self, norm: float, rates: dict[str, float], update: Callable[[], float]) -> StepResult:
+        """Update where the gradients' norm is finite; return the step's result."""
         if not norm < float("inf"):
             self._skip_bad_step(norm)
             return StepResult(norm, rates, "non_finite")
         self._bad_steps = 0
-        ratio = self._optimizers.step(factor)
-        return StepResult(norm, rates, update_ratio=ratio)
+        return StepResult(norm, rates, update_ratio=update())
 
     def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
         """Clip gradients by their global norm, and return it."""

@@ -64,7 +64,7 @@ def update_policy(
             if algorithm.idle_at_zero and critic is None:
                 # Rows without advantage count in the normaliser, but no forward pass is spent on them.
                 weighed = [row for row in weighed if np.any(row.advantage)]
-            batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+            batches = pack(weighed, batch.micro_batch, share_prefixes=batch.share_prefixes)
             computed += sum(micro.tokens for micro in batches)
             for micro in batches:
                 _add_row_tensors(micro, weighed, old, reference, selected)

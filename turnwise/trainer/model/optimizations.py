@@ -1,4 +1,4 @@
-"""Faster forms of a train step, by option: which of them a device, a type and a model have, and compiled functions."""
+"""Forms of a train step with less time or memory: which of them a device, a type and a model have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ _INSTEAD: dict[Optimization, str] = {
     "fused_loss": "log-probabilities by separate kernels",
     "bfloat16_weights": "float32 weights, rounded in each product",
     "bfloat16_base": "frozen weights in float32",
+    "offload_activations": "activations where they are",
+    "release_gradients": "gradients until the step",
 }
+
+# Smaller tensors are not worth a copy.
+_LEAST_OFFLOADED = 1 << 16
 
 # Each kind of layer, size of row and gradient mode is compiled by itself; beyond the limit nothing is.
 _MOST_VARIANTS = 64
@@ -93,7 +98,30 @@ def _obstacle(name: Optimization, device: torch.device, compute_dtype: str, unco
         return uncompiled
     if name in ("compile", "fused_loss") and not (on_cpu(device) or has_kernels(device)):
         return f"there is no Triton for {device.type}"
+    if name == "offload_activations" and on_cpu(device):
+        return "they are in main memory already"
     return varlen_obstacle(device) if name == "varlen" else None
+
+
+@contextmanager
+def offloading(model: nn.Module) -> Iterator[None]:
+    """Keep what the backward pass needs of a forward pass within in main memory, but for parameters and small tensors.
+
+    Copies are of page-locked memory and in the order of the device's kernels, which no one waits for.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def store(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if tensor.nbytes < _LEAST_OFFLOADED or tensor.untyped_storage().data_ptr() in weights:
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu(tensor.device))
+        return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+    def load(stored: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return stored if isinstance(stored, Tensor) else stored[1].to(stored[0], non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(store, load):
+        yield
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from turnwise.trainer.model.checks import check_exact, check_packable
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach, halve_base
-from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations, holds_bfloat16
+from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations, holds_bfloat16, offloading
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.shards import base_obstacle, read_shards
 from turnwise.trainer.model.weights import PolicyWeights
@@ -257,9 +257,10 @@ class Policy:
             inputs, positions = self._seen(batch, layout)
         if self.routers is not None or batch.routes is not None:
             self._replay_routes(batch)
-        output = self.model.get_decoder()(
-            **inputs, position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
-        )
+        with offloading(self.model) if "offload_activations" in self.optimizations else nullcontext():
+            output = self.model.get_decoder()(
+                **inputs, position_ids=positions.to(device), use_cache=False, **{LAYOUT_ARGUMENT: layout}
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden
 

@@ -50,7 +50,7 @@ from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import check_layout, check_shared_servers
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
-from turnwise.trainer.scale.plan import check_plan
+from turnwise.trainer.scale.plan import check_plan, fit_micro_batch
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -267,9 +267,9 @@ class _Checker:
             )
         trainer, server = config.policy.model.device, config.inference.device
         trains = check_engine(config.policy) or require_device(trainer, "model.device")
-        return "; ".join(
-            (f"trains on {trains}, samples on {require_device(server, 'inference.device')}", *self._warnings)
-        )
+        samples = require_device(server, "inference.device")
+        lines = f"trains on {trains}, samples on {samples}", fit_micro_batch(self._config)[1]
+        return "; ".join((*filter(None, lines), *self._warnings))
 
     async def chat_format(self) -> str:
         if not self._has_model:

@@ -86,9 +86,14 @@ def _trainer_needs(
     """Yield what the engine puts where; nothing for a custom engine."""
     if policy.engine not in ("torch", "fsdp"):
         return
+    names = policy.model.optimizations
     copies, part = 2 + _MOMENTS[policy.optim.name], "weights, gradients and moments"
     if policy.model.lora is not None:
-        copies, part = 1, "frozen weights in float32"
+        halved = "bfloat16_base" in names if names is not None else not on_cpu(device)
+        halved = halved and policy.model.compute_dtype == "bfloat16"
+        copies, part = (0.5, "frozen weights in bfloat16") if halved else (1, "frozen weights in float32")
+    elif "release_gradients" in (names or ()):
+        copies, part = copies - 1, "weights and moments"
     total = int(4 * copies * size.parameters)
     if policy.engine == "torch" or on_cpu(device):
         # Ranks on the CPU share the memory of one machine.

@@ -50,6 +50,7 @@ from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
 from turnwise.trainer.run.task_scheduler import TaskScheduler
+from turnwise.trainer.scale.plan import fit_micro_batch
 from turnwise.trainer.train_thread import TrainThread
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -372,7 +373,10 @@ async def open_run(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(home.lock())
         cluster = await open_cluster(config, directory, console, stack)
-        start = await read_start(config, home, console, fresh=fresh, resume_step=resume_step)
+        fitting, line = fit_micro_batch(config)
+        if line is not None:
+            console.print(line, highlight=False, markup=False)
+        start = await read_start(fitting, home, console, fresh=fresh, resume_step=resume_step)
         for policy in start.policies.values():
             if policy.learner.processes is not None:
                 stack.callback(policy.learner.processes.close)

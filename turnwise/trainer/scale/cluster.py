@@ -36,14 +36,12 @@ class ClusterConfig(Section):
         memory_gb: Memory of a device, in 10^9 bytes; by default the named device's.
         usable: Share of the memory that a run may fill; the rest is the driver's, the communication library's, and lost
             between blocks.
-        link_gigabits: Gigabits a second between the trainer's machine and one of servers.
     """
 
     device: str
     count: Annotated[int, Field(gt=0)]
     memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     usable: Annotated[float, Field(gt=0, le=1)] = 0.9
-    link_gigabits: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:

@@ -82,13 +82,16 @@ def activation_bytes(shape: ModelShape, model: ModelConfig, tokens: int, checkpo
     Without checkpointing every layer keeps :func:`layer_activations`. With it a layer keeps its input (``4 h`` bytes;
     Chen et al. 2016, arXiv:1604.06174), with ``matmuls`` the results of its matrix products too (``2 h + q + 2 k + 2
     f`` numbers), and one layer at a time recomputes all of its activations. On top: the last norm and the states that
-    are scored.
+    are scored. With ``offload_activations`` one layer at a time has what autograd saves, to which the results that
+    ``matmuls`` keeps do not belong.
     """
     number = BYTES[model.compute_dtype]
     full = layer_activations(shape, model.compute_dtype)
     products = number * (2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate)
     stored = {False: full, "matmuls": 4 * shape.hidden + products, True: 4 * shape.hidden}[checkpointing]
     recomputed = full if checkpointing else 0
+    if "offload_activations" in (model.optimizations or ()):
+        stored, recomputed = products if checkpointing == "matmuls" else 0, full
     return tokens * (shape.layers * stored + recomputed + 4 * 4 * shape.hidden)
 
 
@@ -106,7 +109,7 @@ def trainer_parts(config: TrainConfig, shape: ModelShape, critic: ModelShape | N
     policy, sharding = config.policy, sharding_of(config.policy)
     yield "weight bucket", bucket_bytes(config)
     yield from weight_parts(shape, policy, sharding)
-    yield from step_parts(shape, policy, sharding, config.batch.max_tokens_per_micro_batch)
+    yield from step_parts(shape, policy, sharding, config.batch.micro_batch)
     if policy.critic is not None and policy.critic.kind == "shared":
         # A head on the policy's model.
         yield "critic", (8 + 8) * (shape.hidden + 1)
@@ -128,7 +131,8 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
     al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state, and
-    frozen matrices take half where they are held in bfloat16.
+    frozen matrices take half where they are held in bfloat16. Released gradients are there for a layer at a time, and
+    for the output matrix, which has a second one at the end where it is the embedding too.
     """
     lora = policy.model.lora
     trained, state = float(shape.parameters), float(optimizer_bytes(shape, policy.optim))
@@ -139,7 +143,11 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
         state = (4 if policy.optim.name == "muon" else 8) * trained
         yield "adapters", _share(sharding) * 4 * trained
     yield "weights", _share(sharding) * weights
-    yield "gradients", _share(sharding) * 4 * trained
+    gradients = trained
+    if lora is None and "release_gradients" in (policy.model.optimizations or ()):
+        output = shape.hidden * shape.vocabulary
+        gradients = max(shape.layer, output) + (output if shape.embeddings == output else 0)
+    yield "gradients", _share(sharding) * 4 * gradients
     yield "optimizer states", _share(sharding) * state
 
 
@@ -257,6 +265,11 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     has weights and optimizer state there while servers sample.
     """
     sharding = sharding_of(config.policy)
+    model, tokens = config.policy.model, config.batch.micro_batch
+    kept = model.model_copy(update={"optimizations": []})
+    sizes = [activation_bytes(shape, one, tokens, model.gradient_checkpointing) for one in (kept, model)]
+    if sizes[0] > sizes[1]:
+        yield "activations until the backward pass", sizes[0] - sizes[1]
     if config.policy.weight_transport.name == "shared_memory":
         count, dtype = sent_numbers(config, shape)
         yield "two versions of the weights on their way to servers", 2.0 * BYTES[dtype] * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Final, Self
 
+from turnwise.engine.accelerator import accelerator, memory_bytes, on_cpu, resolve_device
 from turnwise.engine.capacity import gigabytes
 from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError
+from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
+from turnwise.placement.devices import AUTO, CUDA
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.model.policy import takes_images
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
     BYTES,
@@ -30,7 +35,9 @@ from turnwise.trainer.scale.memory import (
 from turnwise.trainer.scale.shape import ModelShape
 
 _REMEDIES: Final = {
-    "activations": "set {key}.model.gradient_checkpointing: true, lower batch.max_tokens_per_micro_batch",
+    "activations": "set {key}.model.gradient_checkpointing: true, add offload_activations to "
+    "{key}.model.optimizations, lower batch.max_tokens_per_micro_batch",
+    "gradients": "add release_gradients to {key}.model.optimizations (engine: torch)",
     "critic": "choose a smaller {key}.critic.path, or critic.kind: shared (engine: torch)",
     "optimizer states": "set {key}.optim.name: adamw_int8, raise {key}.engine_options.ranks (engine: fsdp), "
     "or train adapters (model.lora.rank: 16)",
@@ -40,12 +47,12 @@ _REMEDIES: Final = {
     "reference": "set algorithm.kl.offload: true",
 }
 
-_UPDATE_SECONDS: Final = {"builtin": 1.03, "vllm": 3.03}
-"""CPU seconds of trainer and one server for each 10^9 bytes of an update through shared memory, by engine.
+_MICRO_BATCH_STEP: Final = 1024
+_LARGEST_MICRO_BATCH: Final = 1 << 17
+"""Larger ones make no product faster, and masks grow with their square."""
 
-Measured by ``benchmarks/real_sync.py`` on a CPU: SmolLM2-135M, trained in float32 and served in bfloat16.
-"""
-
+# The count of devices is that of a cluster: for this machine it is known by the devices that are named.
+_ANY_COUNT: Final = 1 << 20
 
 _SERVED: Final = frozenset(
     {"served weights", "keys and values", "a forward pass", "served adapter", "launch weights under the adapter"}
@@ -102,31 +109,23 @@ class PolicyPlan:
                 f"{self.shape.kv_heads} heads of keys and values cannot be divided among: choose a divisor of them"
             )
 
-    def lines(self, link_gigabits: float | None = None) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Yield the model, what no device holds and an update of its servers, as text."""
         shape, dtype = self.shape, served_dtype(self.path, self.config.inference.dtype)
         yield (
             f"model: {shape.family}, {shape.parameters / 1e9:,.2f} B parameters; keys and values take "
             f"{shape.kv_elements(1) * BYTES[dtype]:,} bytes a token in {dtype}"
         )
-        model, tokens = self.config.policy.model, self.config.batch.max_tokens_per_micro_batch
+        model, tokens = self.config.policy.model, self.config.batch.micro_batch
         sizes = (
             f"{str(choice).lower()} {gigabytes(activation_bytes(shape, model, tokens, choice))}"
             for choice in CHECKPOINTING
         )
-        yield f"activations by gradient_checkpointing: {', '.join(sizes)}"
+        yield f"activations of {tokens:,} tokens by gradient_checkpointing: {', '.join(sizes)}"
         for part, size in main_memory(self.config, shape):
             yield f"main memory: {gigabytes(size)} for {part}"
         count, dtype = sent_numbers(self.config, shape)
-        size, whole = count * BYTES[dtype] / 1e9, self.config.policy.model.lora is None
-        yield f"weight update: {size:,.2f} GB in {dtype} to each server"
-        rate = _UPDATE_SECONDS.get(self.config.inference.engine)
-        if rate is not None and whole and self.config.policy.weight_transport.name == "shared_memory":
-            seconds = rate * size
-            yield f"  through shared memory {seconds:,.1f} CPU-s, at {rate:g} a GB (measured on CPUs, in bfloat16)"
-        if link_gigabits is not None:
-            seconds = 8 * size / link_gigabits
-            yield f"  to another machine at least {seconds:,.2f} s, if nothing else uses {link_gigabits:g} Gbit/s"
+        yield f"weight update: {count * BYTES[dtype] / 1e9:,.2f} GB in {dtype} to each server"
 
 
 class Plan:
@@ -135,8 +134,11 @@ class Plan:
     Servers that no device is named for follow one another where they share none with the trainer. Trainers begin at the
     first device each: policies are trained one after the other.
 
+    Where the configuration has no ``batch.max_tokens_per_micro_batch``, it is what all devices have memory for.
+
     Attributes:
         policies: The plan of each policy.
+        micro_batch: Tokens of a micro-batch.
     """
 
     def __init__(self, config: TrainConfig, cluster: ClusterConfig) -> None:
@@ -157,6 +159,23 @@ class Plan:
             elif not placement.named:
                 first_free = max(first_free, 1 + max(placement.serving))
             self.policies[name] = PolicyPlan.load(policy, f"policies.{name}", placement)
+        self.micro_batch = config.batch.micro_batch
+        if config.batch.max_tokens_per_micro_batch is None:
+            self._choose_micro_batch()
+
+    def _choose_micro_batch(self) -> None:
+        sizes = range(_MICRO_BATCH_STEP, _LARGEST_MICRO_BATCH + 1, _MICRO_BATCH_STEP)
+        fitting = bisect_left(sizes, True, key=lambda tokens: not self._fits(tokens))
+        self._fits(sizes[max(0, fitting - 1)])
+
+    def _fits(self, tokens: int) -> bool:
+        """Set the tokens of a micro-batch; return whether all devices have memory for them."""
+        self.micro_batch = tokens
+        for name, policy in self.policies.items():
+            config = with_micro_batch(policy.config, tokens)
+            self.policies[name] = replace(policy, config=config)
+        totals = (max(self.phases(parts).values()) for _, parts in self.memory())
+        return max(totals) <= self._cluster.usable_bytes
 
     @property
     def devices(self) -> set[int]:
@@ -220,16 +239,20 @@ class Plan:
             )
         for policy in self.policies.values():
             problems += policy.problems()
+        return problems + list(self.memory_problems())
+
+    def memory_problems(self) -> Iterator[str]:
+        """Yield what does not fit into the memory of devices, with remedies."""
+        cluster = self._cluster
         for devices, parts in self.memory():
             if (total := max(self.phases(parts).values())) > cluster.usable_bytes:
                 by_size = sorted(parts, key=lambda part: -parts[part])
                 largest = ", ".join(f"{part} {gigabytes(parts[part])}" for part in by_size[:3])
-                problems.append(
+                yield (
                     f"devices {devices} need {gigabytes(total)} of the {gigabytes(cluster.usable_bytes)} that are "
                     f"usable of a {cluster.device} (cluster.usable: {cluster.usable:g}); largest: {largest}: "
                     f"{', '.join(self._remedies(by_size))}"
                 )
-        return problems
 
     def _remedies(self, parts: Sequence[str]) -> Iterator[str]:
         """Yield what to change for parts of a device with too little memory, for the largest first."""
@@ -249,7 +272,7 @@ class Plan:
                 host = self._config.policies[name].served_by
                 yield ""
                 yield f"policy {name}" + ("" if host is None else f", by the servers of {host}")
-            yield from policy.lines(cluster.link_gigabits)
+            yield from policy.lines()
         yield ""
         groups = self.memory()
         names = list(dict.fromkeys(part for _, parts in groups for part in parts))
@@ -264,6 +287,12 @@ class Plan:
         yield "by formula; drivers, communication, CUDA graphs and lost blocks are not counted"
 
 
+def with_micro_batch(config: TrainConfig, tokens: int) -> TrainConfig:
+    """Return a configuration with so many tokens of a micro-batch."""
+    batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    return config.model_copy(update={"batch": batch})
+
+
 def check_plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     """Return the plan of a configuration that fits on a cluster.
 
@@ -274,6 +303,57 @@ def check_plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     if problems := plan.problems():
         raise ConfigError("; ".join(problems))
     return plan
+
+
+def fit_micro_batch(config: TrainConfig, gpu_bytes: int | None = None) -> tuple[TrainConfig, str | None]:
+    """Return a configuration whose micro-batches fit into the memory of this machine's GPUs, by the plan.
+
+    They have as many tokens as fit, or those that are configured, if these do. Nothing changes on a CPU, on a Ray
+    cluster, and for models whose memory cannot be counted.
+
+    Args:
+        config: A run's configuration.
+        gpu_bytes: Memory of a GPU; by default what torch reports of the first one.
+
+    Returns:
+        The configuration, and what to tell of it.
+
+    Raises:
+        ConfigError: No micro-batch fits.
+    """
+    devices = [resolve_device(policy.model.device) for policy in config.policies.values()]
+    if gpu_bytes is None and accelerator() is not None and not any(map(on_cpu, devices)):
+        gpu_bytes = memory_bytes(resolve_device(AUTO))
+    if gpu_bytes is None or config.placement == "ray":
+        return config, None
+    if any(takes_images(policy.model.path) for policy in config.policies.values()):
+        return config, None
+    # A server that runs elsewhere is not counted, one without a named device is where the trainer is.
+    named = config.model_copy(update={"inference": _on_first(config.inference)})
+    named = named.model_copy(update={"batch": config.batch.model_copy(update={"max_tokens_per_micro_batch": None})})
+    try:
+        cluster = ClusterConfig(device="GPU of this machine", count=_ANY_COUNT, memory_gb=gpu_bytes / 1e9)
+        plan = Plan(named, cluster)
+    except ConfigError:
+        return config, None
+    if problems := list(plan.memory_problems()):
+        raise ConfigError(
+            f"no micro-batch fits, not even one of {plan.micro_batch:,} tokens: {'; '.join(problems)}; "
+            "turnwise plan shows what takes the memory"
+        )
+    key, configured = "batch.max_tokens_per_micro_batch", config.batch.max_tokens_per_micro_batch
+    if configured is not None and configured <= plan.micro_batch:
+        return config, None
+    line = f"micro-batches of up to {plan.micro_batch:,} tokens, which fit into the GPU by the plan"
+    if configured is not None:
+        line = f"{key} is {configured:,}, which does not fit into the GPU: {line}, instead"
+    return with_micro_batch(config, plan.micro_batch), line
+
+
+def _on_first(inference: InferenceConfig) -> InferenceConfig:
+    if inference.device != AUTO or inference.urls or inference.server.gpus:
+        return inference
+    return inference.model_copy(update={"device": f"{CUDA}:0"})
 
 
 def _ranges(numbers: Sequence[int]) -> str:

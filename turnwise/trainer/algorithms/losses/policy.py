@@ -329,16 +329,11 @@ def clip_cov_loss(
     Returns:
         The loss; the sums ``ratio``, ``approx_kl``, ``clip_fraction`` and ``selected_fraction``; ``ratio_max``.
     """
-    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
-    ratio = log_ratio.exp()
-    unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = (clipped_loss > unclipped_loss).sum().float()
-    sums["selected_fraction"] = selected.sum().float()
-    return LossSums(
-        (weights * torch.maximum(unclipped_loss, clipped_loss).masked_fill(selected, 0.0)).sum(), sums, maxima
-    )
+    weights = weights.masked_fill(selected, 0.0)
+    result = ppo_clip_loss(logprobs, old_logprobs, advantages, weights, clip_low=clip_low, clip_high=clip_high)
+    del result.sums["dual_clip_fraction"]
+    result.sums["selected_fraction"] = selected.sum().float()
+    return result
 
 
 def kl_cov_loss(

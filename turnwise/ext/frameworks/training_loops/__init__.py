@@ -1,4 +1,8 @@
-"""Padded batches of rows, for third-party training loops."""
+"""What third-party training loops need: padded batches of rows, and ids of tool responses.
+
+Tool responses work for every chat format, because the template itself renders them, with the proofs of
+:mod:`~turnwise.chat.incremental_render`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from turnwise.errors import TrainError
+from turnwise.errors import RenderError, TrainError
+from turnwise.model.canonical import Canonical, CanonicalCall
+from turnwise.model.core import Renderer
 from turnwise.trajectory import TrainSample
+from turnwise.types import TokenIds, ToolCall, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -159,3 +166,46 @@ def _advantages(samples: Sequence[TrainSample], advantages: Sequence[float | Seq
             )
         masked.append(np.where(sample.loss_mask, numbers, np.float32(0)))
     return masked
+
+
+def tool_response_ids(
+    renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
+) -> TokenIds:
+    """Return the ids to append after a turn of calls that ended with its stop token.
+
+    Args:
+        renderer: See :func:`~turnwise.chat.renderer.load_renderer`.
+        calls: The calls of that turn, in order.
+        answers: Results of the first calls, in the same order; at least one.
+        tools: The tools of the prompt.
+
+    Returns:
+        The results and the next generation prompt, int32 of shape [tokens], without the sampled stop token.
+
+    Raises:
+        RenderError: The template cannot render them, or the suffix is not proven independent of the history.
+    """
+    if not calls or not 0 < len(answers) <= len(calls):
+        raise RenderError(
+            f"answers: {len(answers)} answers to {len(calls)} calls; give each call's, in the order of the calls"
+        )
+    ids = [call.id or f"call{number:05d}" for number, call in enumerate(calls)]
+    caller = Canonical(
+        "assistant",
+        "",
+        calls=tuple(CanonicalCall(call.name, "{}", {}, call_id) for call, call_id in zip(calls, ids, strict=True)),
+    )
+    new = [
+        Canonical("tool", text, answers=number, call_id=ids[number], call_name=calls[number].name)
+        for number, text in enumerate(answers)
+    ]
+    tail = renderer.render([Canonical("user", "?")], tools)
+    # How a turn with a call ends in this format; the call's content does not matter to what follows.
+    token_ids = renderer.completion(
+        {"role": "assistant", "content": "", "tool_calls": [ToolCall(ids[0], calls[0].name, {})]}, tools
+    )
+    following = renderer.extend(tail, token_ids, caller, new, tools)
+    if following is None:
+        names = ", ".join(call.name for call in calls)
+        raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")
+    return following

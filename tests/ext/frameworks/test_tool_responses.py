@@ -6,8 +6,8 @@ import pytest
 
 from support.chat.model_dirs import FAMILIES, renderer_for
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.chat.template_text import tool_response_ids
 from turnwise.errors import RenderError
+from turnwise.ext.frameworks.training_loops import tool_response_ids
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, ToolCall, ToolSchema
