@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.engine.greedy import CLOSE, GREEDY, logits, prompts
@@ -23,6 +26,7 @@ from turnwise.engine.weights import write_weights
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica import ControlRoutes
+from turnwise.inference.replica_set import ReplicaSet
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.core import AdapterInfo, WeightManifest
 from turnwise.trainer.model.weights import PolicyWeights
@@ -195,6 +199,61 @@ async def test_mismatched_weights_are_refused_before_loading(
         with pytest.raises(RequestRefused, match=f"cannot load weights version 4: .*{problem}.*it keeps its own"):
             await vllm.update_weights(manifest)
     await check_all(client, reference, 3)
+
+
+async def test_a_running_server_that_cannot_sleep_is_refused_before_a_rollout(
+    vllm: VLLMReplica, checkpoint: Path, tmp_path: Path
+) -> None:
+    fleet = ReplicaSet(vllm_config(url=vllm.url), checkpoint, logs=tmp_path, sleeps=True)
+    refusal = f"layout is colocated, but the vLLM server at {vllm.url} was started without --enable-sleep-mode: start"
+    with pytest.raises(InferenceError, match=f"{refusal} it with that .*, or set layout to separate"):
+        await fleet.launch(updates=())
+    # It serves the others as before.
+    assert await vllm.health()
+
+
+def quantize(checkpoint: Path, directory: Path) -> Path:
+    """Write the checkpoint with its matrices in 8 bits, as llm-compressor does."""
+    shutil.copytree(checkpoint, directory)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.abs().amax(1, keepdim=True).clamp(min=1e-6) / 127
+        tensors |= {name: (tensor / scale).round().to(torch.int8), f"{name}_scale": scale}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    of_channels = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    of_tokens = {**of_channels, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": of_channels, "input_activations": of_tokens}
+    settings = json.loads((directory / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(settings))
+    return directory
+
+
+async def test_a_running_quantized_server_is_refused_before_a_rollout(
+    checkpoint: Path, reference: Any, tmp_path: Path
+) -> None:
+    quantized = VLLMReplica(
+        quantize(checkpoint, tmp_path / "quantized"), vllm_config(), log_file=tmp_path / "quantized.log"
+    )
+    await quantized.launch()
+    try:
+        fleet = ReplicaSet(vllm_config(url=quantized.url), checkpoint, logs=tmp_path)
+        announced = replace(written(reference, tmp_path, 1), path="")
+        with pytest.raises(
+            InferenceError, match=r"its weights are quantized \(compressed-tensors\).*: start it with an"
+        ):
+            await fleet.launch(updates=[announced])
+    finally:
+        await quantized.close()
 
 
 # A server of its own, of a mixture of experts with an output matrix of its own.
