@@ -315,6 +315,7 @@ FOREIGN_ATTRIBUTES = {
     *("cancel", "custom_model"),  # what a user's rollout manager may have, which need not derive from ours
     *("lm_head", "quant_method", "moe_kernel"),  # which not every model and layer of vLLM has
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
+    "is_transposed",  # what transformers says of experts whose matrices are [in, out] (engine/lora.py)
     # What objects of pytest have, of one version or another (ext/environments/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,13 +30,30 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Return ``W0 + scale * B A`` in the dtype of W0, summed in float32 (LoRA: arXiv:2106.09685, equation 3).
 
     Args:
-        base: W0, shape [out, in].
-        down: A, shape [rank, in].
-        up: B, shape [out, rank].
+        base: W0, shape [out, in], or the matrices of experts, [experts, rows, columns].
+        down: A, shape [rank, in] or [experts, rank, columns].
+        up: B, shape [out, rank] or [experts, rows, rank].
         scale: alpha / rank.
     """
-    matrix = torch.addmm(base.float(), up.to(base.device).float(), down.to(base.device).float(), alpha=scale)
+    add = torch.addmm if base.ndim == 2 else torch.baddbmm
+    matrix: Tensor = add(base.float(), up.to(base.device).float(), down.to(base.device).float(), alpha=scale)
     return matrix.to(base.dtype)
+
+
+def stack_factors(down: Tensor, up: Tensor, experts: int, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors of experts' matrices as stacks [experts, rank, columns] and [experts, rows, rank].
+
+    peft (``tuners.lora.layer.ParamWrapper``) has those of all experts in two matrices, whose ranks are together.
+
+    Args:
+        down: A, shape [experts * rank, in].
+        up: B, shape [out, rank * experts].
+        experts: Their number.
+        transposed: Whether the model computes with ``rows @ W`` of matrices [in, out].
+    """
+    down = down.reshape(experts, -1, down.shape[1])
+    up = up.reshape(len(up), -1, experts).permute(2, 0, 1)
+    return (up.mT, down.mT) if transposed else (down, up)
 
 
 def changed_product(change: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,7 +119,7 @@ class BaseWeights:
         refuse(f"weights version {version}, an adapter,", _problems(served, tensors, adapter), MISFIT_REMEDY)
         # A parameter made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            named = {f"{target}.weight": target for target in adapter.targets}
+            named = {matrix_name(served, target): target for target in adapter.targets}
             for name in self._base.keys() - named.keys():
                 served[name].copy_(self._base[name])
                 changed(served[name])
@@ -120,8 +137,14 @@ class BaseWeights:
 def _problems(served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo) -> list[str]:
     shapes, served_shapes = ({name: tuple(one.shape) for name, one in group.items()} for group in (tensors, served))
     problems = adapter_problems(asdict(adapter), shapes, served_shapes)
-    addresses = [served[f"{target}.weight"].data_ptr() for target in adapter.targets if f"{target}.weight" in served]
+    names = [matrix_name(served, target) for target in adapter.targets]
+    addresses = [served[name].data_ptr() for name in names if name in served]
     return problems + ["two targets are one tied matrix"] * (len(set(addresses)) < len(addresses))
+
+
+def matrix_name(served: Container[str], target: str) -> str:
+    """Return the name of the matrix of a target, which is a layer, or the experts' matrices themselves."""
+    return target if target in served else f"{target}.weight"
 
 
 def refuse(what: str, problems: Sequence[str], remedy: str) -> None:
@@ -253,17 +276,55 @@ BASE_DIGESTS: Final = "turnwise_base"
 
 # Settings of peft under which an adapter is something else than one product of two factors per matrix.
 _OTHER = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
-          "target_parameters", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora")  # fmt: skip
+          "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """An adapter on disk: its base model, LoRA parameters, and factors named as in :class:`AdapterInfo`."""
+    """An adapter on disk: its base model, LoRA parameters, and factors named as in :class:`AdapterInfo`.
+
+    Those of ``parameters``, suffixes of the names of experts' matrices, have peft's names until :meth:`on` is called.
+    """
 
     path: Path
     base: Path
     info: AdapterInfo
     tensors: dict[str, Tensor]
+    parameters: tuple[str, ...] = ()
+
+    def on(self, model: torch.nn.Module) -> SavedAdapter:
+        """Return it with the experts of a model named and stacked. Raises FormatError if they are of another shape."""
+        tensors = dict(self.tensors)
+        for prefix, module in model.named_modules() if self.parameters else ():
+            names = [
+                name
+                for name, parameter in module.named_parameters(recurse=False)
+                if parameter.ndim == 3 and ends_with(f"{prefix}.{name}", self.parameters)
+            ]
+            # peft wraps the module once for each of them, the last one outermost.
+            for depth, name in enumerate(reversed(names)):
+                wrapper, experts = prefix + depth * ".base_layer", len(module.get_parameter(name))
+                try:
+                    factors = (tensors.pop(f"{wrapper}.lora_A.weight"), tensors.pop(f"{wrapper}.lora_B.weight"))
+                    down, up = stack_factors(*factors, experts=experts, transposed=experts_transposed(module))
+                except (KeyError, RuntimeError) as error:
+                    raise FormatError(f"{self.path} has no factors for {prefix}.{name} of {experts} experts") from error
+                tensors |= {f"{prefix}.{name}.lora_A.weight": down, f"{prefix}.{name}.lora_B.weight": up}
+        return replace(self, info=replace(self.info, targets=_targets(tensors)), tensors=tensors, parameters=())
+
+
+def ends_with(name: str, suffixes: Iterable[str]) -> bool:
+    """Return whether the parts of a name end in those of a suffix."""
+    return any(f".{name}".endswith(f".{suffix}") for suffix in suffixes)
+
+
+def experts_transposed(experts: torch.nn.Module) -> bool:
+    """Return whether a module of experts has matrices [in, out], as transformers says of it."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def _targets(tensors: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({name.rpartition(".lora_")[0] for name in tensors}))
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -327,8 +388,8 @@ def read_adapter(path: Path) -> SavedAdapter:
     """Read an adapter's folder. Raises FormatError if it is incomplete, broken or of another kind."""
     base, rank, alpha = read_settings(path)
     tensors = read_factors(path, base)
-    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
-    return SavedAdapter(path, base, AdapterInfo(rank, alpha, tuple(targets)), tensors)
+    parameters = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("target_parameters") or ()
+    return SavedAdapter(path, base, AdapterInfo(rank, alpha, _targets(tensors)), tensors, tuple(parameters))
 
 
 def base_digests(folder: Path) -> dict[str, str]:
@@ -365,8 +426,8 @@ def read_factors(path: Path, base: Path) -> dict[str, Tensor]:
 
 def merge_adapters(model: torch.nn.Module, chain: Sequence[SavedAdapter]) -> None:
     """Merge adapters into their model, in order. Raises FormatError if one does not fit."""
-    for adapter in chain:
-        served = model.state_dict(keep_vars=True)
+    for saved in chain:
+        adapter, served = saved.on(model), model.state_dict(keep_vars=True)
         try:
             BaseWeights().load(served, adapter.tensors, adapter.info, 0, lambda _: None)
         except FormatError as error:

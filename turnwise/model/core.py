@@ -129,11 +129,11 @@ class AdapterInfo:
     """LoRA parameters of a manifest that carries adapters instead of full weights.
 
     For each target ``T``, a matrix ``T.weight`` of shape [out, in], the manifest holds exactly ``T.lora_A.weight`` of
-    shape [rank, in] and ``T.lora_B.weight`` of shape [out, rank]. The server serves ``W0 + alpha / rank * B A``, where
-    W0 is the matrix at launch.
+    shape [rank, in] and ``T.lora_B.weight`` of shape [out, rank]; for the matrices ``T`` of experts, [experts, rows,
+    columns], stacks of them. The server serves ``W0 + alpha / rank * B A``, where W0 is the matrix at launch.
 
     Attributes:
-        targets: Names of the adapted modules, as in the Hugging Face state dict.
+        targets: Names of the adapted modules, or of experts' matrices, as in the Hugging Face state dict.
         name: Name under which requests ask for it, on a server of several adapters; None puts it into the served model.
     """
 

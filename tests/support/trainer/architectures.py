@@ -32,7 +32,8 @@ from turnwise.errors import InferenceError, TrainError  # noqa: E402
 from turnwise.trainer.batch.packing import pack  # noqa: E402
 from turnwise.trainer.config.policy import LoRAConfig  # noqa: E402
 from turnwise.trainer.core import TrainRow  # noqa: E402
-from turnwise.trainer.model.policy import Policy, load_model  # noqa: E402
+from turnwise.trainer.model.lora import expert_matrices  # noqa: E402
+from turnwise.trainer.model.policy import Policy, load_model, try_adapters  # noqa: E402
 from turnwise.trajectory import TrainSample  # noqa: E402
 from turnwise.types import SamplingParams  # noqa: E402
 
@@ -300,11 +301,15 @@ def check_saving(model_type: str, policy: Policy, plain: Any, directory: Path) -
 def check_adapters(directory: Path, merged: Path) -> str:
     """Compare a model with adapters with the merged one; return why it is refused, or nothing."""
     train_rows = rows()
+    # Those of a mixture that are on all of its linear layers may be too few, and are refused with the names of all.
+    targets: list[str] | None = None
     try:
-        policy = load_model(directory, lora=LoRAConfig(rank=4))
+        targets = default_targets(directory)
+        policy = load_model(directory, lora=LoRAConfig(rank=4, targets=targets))
     except TrainError as error:
         return reason(str(error))
     assert policy.lora is not None
+    assert policy.lora.served_merged is bool(targets and expert_matrices(policy.model))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, factor in policy.lora.tensors():
@@ -314,6 +319,16 @@ def check_adapters(directory: Path, merged: Path) -> str:
         policy.save_hf(merged)
         assert_close(adapted, torch.cat(plain_logprobs(plain_model(merged), train_rows)), "merged adapters")
     return ""
+
+
+def default_targets(directory: Path) -> list[str] | None:
+    """Return what a refusal of the default targets names, with experts where there are any; None if they are used."""
+    try:
+        try_adapters(directory, LoRAConfig(rank=4))
+    except TrainError as error:
+        if named := re.search(r"lora\.targets is not set.* set it to \[(.*?)\]", str(error)):
+            return named[1].split(", ")
+    return None
 
 
 def check_serving(directory: Path, policy: Policy) -> str:

@@ -156,7 +156,7 @@ def test_sequences_are_shared_under_windows_sinks_and_adapters(model_dir: Callab
     for batch in micro_batches:
         batch.input_ids %= 61
         batch.target_ids %= 61
-    settings = {"lora": {"rank": 4}, "gradient_checkpointing": True}
+    settings = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj"]}, "gradient_checkpointing": True}
     shows = policy(model_dir("gpt_oss"), optim=SHOWS_GRADIENTS, model=settings)
     sharded = FSDPLearner(two, shows, 5, sharding=Sharding(2, sequence_parallel=2))
     assert_equal_gradients((open_learner(shows, 5), sharded), micro_batches, PolicyObjective())
@@ -478,6 +478,30 @@ def test_checkpoint_of_a_mixture_has_the_names_of_released_ones_and_resumes(
         step(trained)
     assert gap(weights(learner), weights(resumed)) < 1e-5
     assert gap(weights(learner), weights(one)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_on_experts_equal_one_process(two: WarmRanks, tmp_path: Path, family: str) -> None:
+    pytest.importorskip("peft")
+    mixture = save_family(family, tmp_path / "mixture", vocab_size=VOCABULARY, initializer_range=0.2)
+    targets = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+    config = policy(mixture, model={"lora": {"rank": 2, "targets": targets}}, optim=SHOWS_GRADIENTS)
+    one, sharded = open_learner(config, 9), FSDPLearner(two, config, 9)
+    initial = weights(one)
+    assert gap(initial, weights(sharded)) == 0
+    for _ in range(2):
+        step(one)
+        step(sharded)
+    assert gap(initial, weights(one)) > 1e-3
+    assert gap(weights(one), weights(sharded)) < 1e-5
+    sharded.save(tmp_path / "saved")
+    later = open_learner(policy(mixture, model={"lora": {"path": tmp_path / "saved"}}), 9)
+    merged = FSDPLearner(two, policy(tmp_path / "saved"), 9)
+    for learner in (later, merged):
+        assert gap(weights(learner), weights(sharded)) < 1e-6
+    if family == "qwen3_moe":
+        with pytest.raises(TrainError, match=r"expert_parallel is 2, and adapters on experts are not spread"):
+            FSDPLearner(two, config, 9, sharding=Sharding(2, expert_parallel=2))
 
 
 @pytest.mark.long

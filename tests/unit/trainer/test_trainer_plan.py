@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from support.engine.families import save_family
 from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError
@@ -27,6 +28,7 @@ from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.fsdp_rank import RankModel
 from turnwise.trainer.learn.optim import OptimizerSet
 from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.model.lora import expert_matrices
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
@@ -448,6 +450,19 @@ def test_states_of_adapters_are_those_of_their_optimizer(directory: Path) -> Non
     )
     states = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.ndim)
     assert dict(trainer_parts(planned, ModelShape.load(directory, "model")))["optimizer states"] == states
+
+
+def test_adapters_on_experts_count_their_factors_and_send_the_whole_model(tmp_path: Path) -> None:
+    model = save_family("qwen3_moe", tmp_path, vocab_size=512)
+    lora = {"rank": 3, "targets": ["o_proj", "experts.down_proj"]}
+    planned = config(model, policies={"main": {"model": {"path": model, "lora": lora}}})
+    policy, shape = load_model(model, lora=planned.policy.model.lora), ModelShape.load(model, "model")
+    assert policy.lora is not None
+    parts = dict(trainer_parts(planned, shape))
+    assert parts["adapters"] == sum(factor.nbytes for _, factor in policy.lora.tensors())
+    assert parts["merged experts"] == sum(matrix.nbytes for matrix in expert_matrices(policy.model).values())
+    assert sent_numbers(planned, shape) == (shape.parameters, "float32")
+    assert dict(adapter_parts(planned, model, shape, shared=False)) == {}
 
 
 def test_devices_used_in_turn_hold_the_larger_phase(large: Path) -> None:

@@ -144,11 +144,13 @@ def adapter_problems(adapter: Mapping[str, Any], shapes: Shapes, served: Shapes)
     """Return why the tensors of an adapter do not fit: ``shapes`` are theirs, ``served`` those of the model."""
     problems, expected = [], set[str]()
     for target in adapter["targets"]:
-        matrix = served.get(f"{target}.weight", ())
-        if len(matrix) != 2:
+        # A layer's matrix, or those of experts.
+        matrix = served.get(f"{target}.weight", served.get(target, ()))
+        if len(matrix) not in (2, 3):
             problems.append(f"no matrix {target}.weight")
             continue
-        expected_shapes = {"lora_A": (adapter["rank"], matrix[1]), "lora_B": (matrix[0], adapter["rank"])}
+        *experts, rows, columns = matrix
+        expected_shapes = {"lora_A": (*experts, adapter["rank"], columns), "lora_B": (*experts, rows, adapter["rank"])}
         for part, shape in expected_shapes.items():
             name = f"{target}.{part}.weight"
             expected.add(name)

@@ -51,8 +51,8 @@ class LoRAConfig(Section):
     Attributes:
         rank: Columns of each factor; by default 16, or that of ``path``.
         alpha: Alpha / rank scales the product; by default twice the rank, or that of ``path``.
-        targets: Name suffixes of the adapted linear layers (``[q_proj, v_proj]``); by default all but the output
-            matrix, or those of ``path``.
+        targets: Name suffixes of the adapted linear layers (``[q_proj, v_proj]``), or of experts' matrices
+            (``experts.down_proj``); by default all linear layers but the output matrix, or those of ``path``.
         path: Directory of a peft adapter to continue from; by default adapters start at zero.
     """
 

@@ -304,7 +304,7 @@ class FSDPLearner(Learner, ModelHost, WeightHost):
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """The adapter settings, where the policy has adapters."""
+        """The adapter settings, where servers are sent adapters."""
         return self._facts.adapter
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -356,9 +356,10 @@ class RankModel:
         weights = PolicyWeights(policy.model, policy.lora)
         model = cls(policy, root, opener, optimizer, weights, root.head)
         limits = policy.vocab_size, policy.rope_limit
-        if (lora := policy.lora) is None:
-            return model, ModelFacts(tuple(weights), *limits, None, starts_bare=False)
-        return model, ModelFacts(tuple(dict(lora.tensors())), *limits, lora.info, not lora.continued)
+        starts_bare = policy.lora is not None and not policy.lora.continued
+        if (lora := policy.served_lora) is None:
+            return model, ModelFacts(tuple(weights), *limits, None, starts_bare)
+        return model, ModelFacts(tuple(dict(lora.tensors())), *limits, lora.info, starts_bare)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
@@ -404,20 +405,20 @@ class RankModel:
 
     def types(self, dtype: torch.dtype | None) -> dict[str, TensorType]:
         """Return type and shape of what :meth:`export` returns of all parameters, or factors."""
-        lora = self.policy.lora
+        lora = self.policy.served_lora
         return self.weights.types(dtype) if lora is None else lora.types()
 
     def export(self, name: str, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
         """Return what servers need of a parameter, or a factor, as whole tensors, in the first rank; else None."""
-        parts = self._gather(name, self._factors(), dtype)
+        parts = self._gather(name, self._served_factors(), dtype)
         return parts if dist.get_rank() == 0 else None
 
     def send(self, sender: WeightSender, dtype: torch.dtype | None) -> WeightManifest | None:
         """Call a sender with what servers need, in the first rank, and return its result; None in the others."""
-        return _call_in_first(sender, WeightStream(self.types(dtype), self._gather_all(self._factors(), dtype)))
+        return _call_in_first(sender, WeightStream(self.types(dtype), self._gather_all(self._served_factors(), dtype)))
 
-    def _factors(self) -> dict[str, Tensor] | None:
-        lora = self.policy.lora
+    def _served_factors(self) -> dict[str, Tensor] | None:
+        lora = self.policy.served_lora
         return None if lora is None else dict(lora.tensors())
 
     def _gather(
@@ -446,7 +447,7 @@ class RankModel:
         directory.mkdir(parents=True, exist_ok=True)
         lora = self.policy.lora
         if adapters and lora is not None:
-            _call_in_first(partial(lora.save, directory), self._gather_all(self._factors()))
+            _call_in_first(partial(lora.save, directory), self._gather_all(dict(lora.tensors())))
         else:
             stream = WeightStream(self.weights.types(), self._gather_all(None))
             _call_in_first(partial(write_weight_file, directory / _WEIGHTS_FILE), stream)
@@ -510,6 +511,12 @@ def _load(
             policy.optimizations = frozenset({"bfloat16_base"})
             halve_base(policy.model)
         if policy.lora is not None:
+            if policy.lora.served_merged and sharding.expert_parallel > 1:
+                raise TrainError(
+                    f"model.lora.targets names experts, but engine_options.expert_parallel is "
+                    f"{sharding.expert_parallel}, and adapters on experts are not spread: set expert_parallel to 1, or "
+                    "name other targets"
+                )
             policy.lora.draw()
         if not trained:
             policy.model.requires_grad_(False)

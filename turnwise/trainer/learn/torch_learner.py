@@ -211,14 +211,14 @@ class TorchLearner(Learner):
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters. They may be live: copy to keep."""
-        if (lora := self.policy.lora) is not None:
+        if (lora := self.policy.served_lora) is not None:
             return WeightStream(lora.types(), lora.tensors())
-        return PolicyWeights(self.policy.model, None).read(dtype)
+        return PolicyWeights(self.policy.model, self.policy.lora).read(dtype)
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """The adapter settings, where the policy has adapters."""
-        return None if self.policy.lora is None else self.policy.lora.info
+        """The adapter settings, where servers are sent adapters."""
+        return None if self.policy.served_lora is None else self.policy.served_lora.info
 
     def initial_weights(self) -> AbstractContextManager[None] | None:
         """Return a context with adapters disabled, where they started at zero; else None."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,12 @@ from turnwise.engine.lora import (
     PREFIX,
     base_digests,
     changed_product,
+    ends_with,
+    experts_transposed,
     merged,
     read_factors,
     read_settings,
+    stack_factors,
 )
 from turnwise.errors import CheckpointError, FormatError, TrainError, requires_extra
 from turnwise.model.core import AdapterInfo
@@ -34,12 +36,11 @@ from turnwise.trainer.config.policy import LoRAConfig
 
 _RANK = 16
 _LEAST_SHARE = 0.5
-"""Of the numbers in a model's matrices: where adapters change fewer, it is said."""
+"""Of the numbers in a model's matrices: where adapters on all linear layers change fewer, targets must be named."""
 # Of each adapter's first factor; the second starts at zero, so that no run depends on it much.
 _SEED = 0
 _NAME = "default"
-
-_log = logging.getLogger(__name__)
+_INNER = ".base_layer"
 
 
 class LoRA:
@@ -47,6 +48,7 @@ class LoRA:
 
     Attributes:
         info: Rank, scale and targets.
+        served_merged: Whether servers are sent whole weights, as some adapters are on experts, which none can hold.
         continued: Whether they started from saved ones, so that the bare model is not the initial policy.
     """
 
@@ -60,14 +62,30 @@ class LoRA:
         self._base, self._base_digests = base, base_digests(base)
         self._wrapped = wrapped
         model = wrapped.base_model.model
-        layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
-        self._layers: dict[str, Any] = layers
-        self.info = AdapterInfo(rank, alpha, tuple(layers))
-        for layer in layers.values():
-            layer.forward = partial(_compute, layer)
+        layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+        # peft wraps a module of experts once for each of its parameters.
+        self._outer = {name: layer for name, layer in layers.items() if not name.endswith(_INNER)}
+        linear = {name: layer for name, layer in layers.items() if not _adapts_experts(layer)}
+        wrappers = sorted(layers.keys() - linear.keys(), key=lambda name: (_position(name, layers), -len(name)))
+        # In the order in which peft drew their factors.
+        self._layers = linear | {name: layers[name] for name in wrappers}
+        self._stacks = {f"{name.replace(_INNER, '')}.{layers[name].parameter_name}": layers[name] for name in wrappers}
+        self.info = AdapterInfo(rank, alpha, (*linear, *self._stacks))
+        self.served_merged = bool(self._stacks)
+        for layer in self._outer.values():
+            layer.forward = partial(_compute_experts if _adapts_experts(layer) else _compute, layer)
+
+    @property
+    def matrices(self) -> dict[str, Tensor]:
+        """The adapted matrices without their adapters, by target; of experts those of a layer together."""
+        linear = {name: layer.base_layer.weight for name, layer in self._layers.items() if not _adapts_experts(layer)}
+        return linear | {name: layer.get_param() for name, layer in self._stacks.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield both factors of each target, named as in :class:`AdapterInfo`; detached and not copied."""
+        """Yield both factors of each target, named as in :class:`AdapterInfo`; detached and not copied.
+
+        Those of experts have peft's names and shapes.
+        """
         for name, layer in self._layers.items():
             yield f"{name}.lora_A.weight", layer.lora_A[_NAME].weight.detach()
             yield f"{name}.lora_B.weight", layer.lora_B[_NAME].weight.detach()
@@ -99,20 +117,17 @@ class LoRA:
         """Return a tensor of the bare model in float32, the adapter merged; ``gathered`` makes whole ones of shards."""
         base = gathered(tensor)
         base = base.float() if base.dtype == torch.bfloat16 else base
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is None:
-            return base
-        factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
-        return merged(base, *factors, self.info.scale)
+        layer = self._stacks.get(name) or self._layers.get(name.removesuffix(".weight"))
+        return base if layer is None else merged(base, *_factors(layer, gathered), self.info.scale)
 
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Have the model without its adapters in the context, in which its tensors have the bare model's names."""
         model = self._wrapped.base_model.model
-        for name, layer in self._layers.items():
-            model.set_submodule(name, layer.base_layer)
+        for name, layer in self._outer.items():
+            model.set_submodule(name, layer.get_base_layer())
         yield
-        for name, layer in self._layers.items():
+        for name, layer in self._outer.items():
             model.set_submodule(name, layer)
 
     def off(self) -> AbstractContextManager[None]:
@@ -127,7 +142,7 @@ class LoRA:
         Raises TrainError where one only lends its matrix: an adapter would change saved weights and nothing else.
         """
         called, hooks = set[str](), []
-        for name in self._layers:
+        for name in self._outer:
             for module in (name, name.rpartition(".")[0]):
                 note = partial(_note_call, called, module)
                 hooks.append(self._wrapped.base_model.model.get_submodule(module).register_forward_pre_hook(note))
@@ -136,7 +151,7 @@ class LoRA:
         finally:
             for hook in hooks:
                 hook.remove()
-        if idle := [name for name in self._layers if name not in called and name.rpartition(".")[0] in called]:
+        if idle := [name for name in self._outer if name not in called and name.rpartition(".")[0] in called]:
             raise TrainError(
                 f"model.lora.targets holds {idle[0]}, whose matrix the model uses without calling the layer, so that "
                 "an adapter on it would do nothing: name targets without it"
@@ -235,8 +250,12 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
                 task_type="CAUSAL_LM",
                 base_model_name_or_path=str(base.absolute()),
             )
-            if config.targets is None:
+            stacks = [name for name in expert_matrices(model) if ends_with(name, config.targets or ())]
+            if config.targets is None or stacks:
                 settings.target_modules = set(_linear_layers(settings, model))
+                settings.target_parameters = stacks or None
+            if config.targets is None and not settings.target_modules:
+                raise ValueError("the model has none that is a torch.nn.Linear")
             with torch.random.fork_rng():
                 torch.manual_seed(_SEED)
                 wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
@@ -250,31 +269,40 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
 
 
 def _linear_layers(settings: Any, model: Any) -> list[str]:
-    """Return the names of the linear layers but the output matrix. Raises ValueError where there are none.
+    """Return the names of the linear layers that are targets, but for the output matrix.
 
-    Not of experts that transformers has fused: peft would adapt them as one parameter, which servers do not load.
+    Some mixtures' layers outside of the experts share a name with theirs, by which peft cannot adapt them.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     convert_peft_config_for_transformers(settings, model, None)
     settings.target_parameters, settings.rank_pattern, settings.alpha_pattern = None, {}, {}
     endings = settings.target_modules
-    names = [
+    return [
         name
         for name, module in model.named_modules()
         if type(module).forward is torch.nn.Linear.forward
         and module is not model.get_output_embeddings()
-        and (isinstance(endings, str) or name.rpartition(".")[2] in endings)
+        and (isinstance(endings, str) or ends_with(name, endings))
     ]
-    if not names:
-        raise ValueError("the model has none that is a torch.nn.Linear")
-    return names
+
+
+def expert_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold a matrix for every expert of a layer, by name."""
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, module in model.named_modules()
+        # Others, such as the probe of a vision tower, have three dimensions too.
+        if "Expert" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
 
 
 def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None:
     """Reject adapters that servers cannot load: on other than plain linear layers, or on tied embeddings."""
     adapted = {name for name, module in model.named_modules() if _is_tuned(module)}
-    matrices = {name: layer.base_layer.weight for name, layer in lora._layers.items()}
+    matrices = lora.matrices
     tables = sorted(name for name, matrix in matrices.items() if id(matrix) in frozen)
     other = sorted(adapted - lora._layers.keys())
     if tables or other:
@@ -286,16 +314,19 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
         if parameter.ndim > 1 and ".lora_" not in name and id(parameter) not in frozen
     }
     share = sum(matrix.numel() for matrix in matrices.values()) / sum(sizes.values())
-    if config.targets is None and share < _LEAST_SHARE:
-        _log.warning(
-            "model.lora.targets is all linear layers, which have %.2g of the numbers in the model's matrices: the "
-            "others, such as %s, stay as they are; train all weights (remove model.lora) to change them",
-            share,
-            max(sizes, key=lambda name: sizes[name]),
+    experts = _endings(name.replace(_INNER, "") for name in expert_matrices(model))
+    if config.targets is None and config.path is None and share < _LEAST_SHARE:
+        linear = _endings(lora.info.targets, {name.rpartition(".")[2] for name in experts})
+        complete = f" [{', '.join((*linear, *experts))}] to change experts too, to" if experts else ""
+        raise TrainError(
+            f"model.lora.targets is not set, which means all linear layers, but these have {share:.2g} of the numbers "
+            f"in the model's matrices (and {max(sizes, key=sizes.__getitem__)} is none): set it to{complete} "
+            f"[{', '.join(linear)}] to leave the others as they are, or remove model.lora to train all weights"
         )
     ends = () if config.targets is None else config.targets
-    if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:
-        raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}")
+    if idle := [end for end in ends if not any(ends_with(name, [end]) for name in lora.info.targets)]:
+        also = f", nor that of experts ({', '.join(experts)})" if experts else ""
+        raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}{also}")
     if config.path is not None:
         numbers = {"rank": (config.rank, lora.info.rank), "alpha": (config.alpha, lora.info.alpha)}
         for name, (configured, actual) in numbers.items():
@@ -303,11 +334,21 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
                 raise TrainError(
                     f"model.lora.{name} is {configured:g}, but the adapter in model.lora.path has {actual:g}"
                 )
-        if ends and not all(any(f".{target}".endswith(f".{end}") for end in ends) for target in lora.info.targets):
+        if ends and not all(ends_with(target, ends) for target in lora.info.targets):
             raise TrainError(
                 f"model.lora.targets is {config.targets}, but the adapter in model.lora.path has others: "
                 f"{', '.join(lora.info.targets[:4])}, ..."
             )
+
+
+def _position(wrapper: str, layers: Mapping[str, Any]) -> int:
+    return list(layers).index(wrapper.replace(_INNER, ""))
+
+
+def _endings(names: Iterable[str], ambiguous: Container[str] | None = None) -> list[str]:
+    """Return the last part of each name, or the last two of one that is ambiguous; by default all are."""
+    pairs = (name.split(".")[-2:] for name in names)
+    return list(dict.fromkeys(".".join(pair[pair[1] not in (ambiguous or pair) :]) for pair in pairs))
 
 
 def _given(config: LoRAConfig, key: str) -> str:
@@ -336,6 +377,25 @@ def _compute(layer: Any, rows: Tensor) -> Tensor:
     return changed_product(change, rows, base.weight, base.bias)
 
 
+def _compute_experts(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Return what experts compute with merged matrices, which servers have too: summed in float32, rounded once."""
+    experts = layer.get_base_layer()
+    matrices = {}
+    with torch.autocast(layer.get_param().device.type, enabled=False):
+        while layer is not experts and not layer.disable_adapters:
+            matrices[layer.parameter_name] = merged(layer.get_param(), *_factors(layer), layer.scaling[_NAME])
+            layer = layer.base_layer
+    return torch.func.functional_call(experts, matrices, arguments, keywords)
+
+
+def _factors(layer: Any, gathered: Callable[[Tensor], Tensor] = lambda factor: factor) -> tuple[Tensor, Tensor]:
+    """Return a layer's factors, those of experts as stacks."""
+    down, up = (gathered(factor[_NAME].weight) for factor in (layer.lora_A, layer.lora_B))
+    if not _adapts_experts(layer):
+        return down, up
+    return stack_factors(down, up, layer.num_experts, transposed=experts_transposed(layer.get_base_layer()))
+
+
 def _is_tuned(module: torch.nn.Module) -> bool:
     layers = _peft().tuners.tuners_utils
     return isinstance(module, layers.BaseTunerLayer)
@@ -343,4 +403,8 @@ def _is_tuned(module: torch.nn.Module) -> bool:
 
 def _is_adapted(module: torch.nn.Module) -> bool:
     has_lora = isinstance(module, _peft().tuners.lora.Linear)
-    return has_lora and isinstance(module.base_layer, torch.nn.Linear)
+    return _adapts_experts(module) or (has_lora and isinstance(module.base_layer, torch.nn.Linear))
+
+
+def _adapts_experts(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, _peft().tuners.lora.ParamWrapper) and layer.get_param().ndim == 3

@@ -207,6 +207,11 @@ class Policy:
         computed = self.sequence.own_places(batch.predictors, batch.tokens)
         return self.sequence.gather(values, computed.to(values.device), batch.trained_tokens)
 
+    @property
+    def served_lora(self) -> LoRA | None:
+        """The adapters that servers are sent by themselves; None where they are sent whole weights."""
+        return None if self.lora is None or self.lora.served_merged else self.lora
+
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, as the checkpoint has them.
 

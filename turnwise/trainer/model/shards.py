@@ -19,7 +19,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, is_adapter, merged, model_under, refuse
+from turnwise.engine.lora import MISFIT_REMEDY, SavedAdapter, is_adapter, matrix_name, merged, model_under, refuse
 from turnwise.engine.vllm_side.turnwise_weight_file import adapter_problems
 from turnwise.errors import FormatError, TrainError
 from turnwise.trainer.model.sequence_parallel import split_heads
@@ -163,11 +163,14 @@ def _check_conversions(directory: Path, conversions: Sequence[Any]) -> None:
 def merge_into_shards(model: Any, adapters: Sequence[SavedAdapter]) -> None:
     """Merge saved adapters into a sharded model, each rank its rows. Raises FormatError if one does not fit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for adapter in adapters:
+    for saved in adapters:
+        adapter = saved.on(model)
         factors = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
         refuse(str(adapter.path), adapter_problems(asdict(adapter.info), factors, shapes), MISFIT_REMEDY)
         for target in adapter.info.targets:
-            weight = model.get_parameter(f"{target}.weight")
+            weight = model.get_parameter(matrix_name(shapes, target))
             down, up = (adapter.tensors[f"{target}.{factor}.weight"] for factor in ("lora_A", "lora_B"))
+            # Shards are rows of a matrix, or whole experts.
+            down = down if weight.ndim == 2 else shard_like(down, weight)
             base = local_shard(weight)
             base.copy_(merged(base, down, shard_like(up, weight), adapter.info.scale))

@@ -118,7 +118,14 @@ class TrainedPolicy(LoadedPolicy):
             TrainError: There is no room for weights.
         """
         config = loaded[0].config
-        named = len(loaded) > 1 or serves_by_name(config)
+        merged = [policy.name for policy in loaded if policy.learner.adapter is None]
+        if len(loaded) > 1 and merged:
+            raise ConfigError(
+                f"policies.{merged[0]}.model.lora.targets names experts, whose adapters are merged before servers get "
+                f"them, but {' and '.join(policy.name for policy in loaded)} share servers (served_by): name other "
+                "targets, or remove served_by"
+            )
+        named = len(loaded) > 1 or (serves_by_name(config) and not merged)
         transports = [
             stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
             for policy in loaded

@@ -185,6 +185,11 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
         whole = "bfloat16_weights" in (model.optimizations or ())
         copied = shape.parameters if whole else shape.layer_matrices
         yield "bfloat16 weights", 2 * max(0, copied - _half_matrices(shape, model, sharding))
+    if model.lora is not None and shape.adapts_experts(model.lora.targets):
+        # With their adapters, kept for the backward pass or computed again there.
+        layers = 1 if model.gradient_checkpointing is True else shape.layers
+        kept = 2 if _half_matrices(shape, model, sharding) else 4
+        yield "merged experts", kept * shape.expert_matrices * layers / shape.layers
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
     tokens_of_rank = -(-tokens // sharding.sequence_parallel)
     yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
@@ -227,7 +232,7 @@ def adapter_parts(config: TrainConfig, model: Path, shape: ModelShape, *, shared
     takes the place of the launch values of its matrices, which the built-in server keeps.
     """
     lora = config.policy.model.lora
-    if lora is None:
+    if lora is None or shape.adapts_experts(lora.targets):
         return
     number = BYTES[served_dtype(model, config.inference.dtype)]
     if shared or serves_by_name(config):
@@ -246,7 +251,7 @@ def _rank(lora: LoRAConfig) -> int:
 
 def sent_numbers(config: TrainConfig, shape: ModelShape) -> tuple[int, str]:
     """Return how many numbers an update sends to servers, and their type: all weights, or the factors of adapters."""
-    if (lora := config.policy.model.lora) is not None:
+    if (lora := config.policy.model.lora) is not None and not shape.adapts_experts(lora.targets):
         return shape.adapter_parameters(_rank(lora), lora.targets), "float32"
     dtype = weight_dtype(config)
     return shape.parameters, "float32" if dtype is None else str(dtype).removeprefix("torch.")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import nn
 
 from turnwise.chat.model_dir import model_settings
+from turnwise.engine.lora import ends_with
 from turnwise.errors import ConfigError, TrainError
+from turnwise.trainer.model.lora import expert_matrices
 from turnwise.trainer.model.policy import empty_model
 
 _WINDOWED: Final = "sliding_attention"
@@ -41,6 +43,7 @@ class ModelShape:
         window: That number of tokens; 0 without such layers.
         context: ``max_position_embeddings``; 0 if it does not say.
         expert_matrices: Elements of the matrices of all experts of all layers.
+        expert_sides: Rows and columns of these, added up for each layer, by the parameter's name.
     """
 
     family: str
@@ -62,6 +65,7 @@ class ModelShape:
     window: int = 0
     context: int = 0
     expert_matrices: int = 0
+    expert_sides: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, key: str) -> Self:
@@ -109,6 +113,9 @@ class ModelShape:
             context=settings.get("max_position_embeddings") or 0,
             # Those of one layer are one tensor.
             expert_matrices=sum(parameter.numel() for parameter in layers.parameters() if parameter.ndim > 2),
+            expert_sides={
+                name: len(parameter) * sum(parameter.shape[1:]) for name, parameter in expert_matrices(model).items()
+            },
         )
 
     @property
@@ -131,7 +138,13 @@ class ModelShape:
 
         Source: Hu et al. 2021, "LoRA" (arXiv:2106.09685), section 4.1.
         """
-        return rank * sum(size for name, size in self.linear_sides.items() if targets is None or name in targets)
+        linear = (size for name, size in self.linear_sides.items() if targets is None or name in targets)
+        experts = (size for name, size in self.expert_sides.items() if ends_with(name, targets or ()))
+        return rank * (sum(linear) + sum(experts))
+
+    def adapts_experts(self, targets: list[str] | None) -> bool:
+        """Return whether adapters are on experts, so that servers are sent whole weights."""
+        return any(ends_with(name, targets or ()) for name in self.expert_sides)
 
     def kv_elements(self, tokens: int) -> int:
         """Return the numbers that keys and values of one sequence take: ``2 layers kv_heads head_dim`` for each token.
