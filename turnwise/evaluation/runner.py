@@ -245,12 +245,9 @@ class EvalProgress:
         elapsed = _clock_time(self._clock() - self._started)
         time_left = self.time_left
         rest = "" if time_left is None else f", about {_clock_time(time_left)} left"
-        progress = f"{self.ended} of {self.total} episodes, success {self._share}{self._at_a_time}"
+        at_a_time = "" if self._limit is None else f", {self._limit}"
+        progress = f"{self.ended} of {self.total} episodes, success {self._share}{at_a_time}"
         return f"{progress}, {elapsed} elapsed{rest}"
-
-    @property
-    def _at_a_time(self) -> str:
-        return "" if self._limit is None else f", {self._limit}"
 
     @property
     def _share(self) -> str:

@@ -98,7 +98,9 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        mappings = [name for name, is_set in self._row_mappings().items() if is_set]
+        form = f"format: {self.format}"
+        keys = {form: self.format != "turnwise", "columns": bool(self.columns), "map": self.map is not None}
+        mappings = [name for name, is_set in keys.items() if is_set]
         if len(mappings) > 1:
             raise ValueError(f"one mapping of rows (here: {', '.join(mappings)})")
         if (self.split is None) != (self.test_fraction is None):
@@ -106,10 +108,6 @@ class SourceConfig(Section):
                 "split and test_fraction together (a split that the dataset has is named in source: folder:train)"
             )
         return self
-
-    def _row_mappings(self) -> dict[str, bool]:
-        form = f"format: {self.format}"
-        return {form: self.format != "turnwise", "columns": bool(self.columns), "map": self.map is not None}
 
 
 def _form(value: Any) -> str:

@@ -445,9 +445,7 @@ def shipped(name: str) -> BaseTool:
     return tool
 
 
-@functools.lru_cache(maxsize=1024)
-def _inferred(fn: Callable[..., Any]) -> FunctionTool:
-    return FunctionTool(fn)
+_inferred = functools.lru_cache(maxsize=1024)(FunctionTool)
 
 
 @dataclass(slots=True)

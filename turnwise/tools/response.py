@@ -115,9 +115,7 @@ def as_limit(value: int | OutputLimit | None) -> OutputLimit | None:
     return _characters(value) if isinstance(value, int) else value
 
 
-@functools.lru_cache(maxsize=256)
-def _characters(amount: int) -> OutputLimit:
-    return OutputLimit(amount)
+_characters = functools.lru_cache(maxsize=256)(OutputLimit)
 
 
 def _cut_marked(text: str, size: int, keep: Keep) -> str:

@@ -171,7 +171,8 @@ class Arguments:
             if self._fits is None or not self._fits(arguments):
                 errors = list(self._validator.iter_errors(arguments))
                 if errors:
-                    raise _argument_error(errors)
+                    best: ValidationError = best_match(errors)
+                    raise ArgumentError(_excerpt(best.message), _excerpt(best.json_path))
             values: dict[str, Any] = detached(arguments)
             if self._adapter is not None:
                 values = self._adapter.validator.validate_python(values)
@@ -189,11 +190,6 @@ def detached(value: Any) -> Any:
     if kind is dict:
         return {key: detached(member) if type(member) in _CONTAINERS else member for key, member in value.items()}
     return [detached(member) for member in value] if kind is list else value
-
-
-def _argument_error(errors: list[ValidationError]) -> ArgumentError:
-    best: ValidationError = best_match(errors)
-    return ArgumentError(_excerpt(best.message), _excerpt(best.json_path))
 
 
 def _excerpt(text: str) -> str:

@@ -18,7 +18,7 @@ from turnwise.evaluation.directory import recorded_sources, success_rule
 from turnwise.ext.explain.findings import THRESHOLDS
 from turnwise.ext.explain.members import Counts, Member, read_member
 from turnwise.ext.explain.prompts import Prompts
-from turnwise.rollout.journal.summary import JournalSummary, summarize_journal
+from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.tasks.config import sources_of
 from turnwise.tasks.reader import load_tasks
 from turnwise.trainer.observe.metrics import figures, split_policy
@@ -166,8 +166,8 @@ class RunEvidence:
             if trajectory.error is not None:
                 self.counts.failed_tokens += trajectory.sampled_tokens
                 continue
-            step = _step_of(journal, trajectory.id)
-            self.members.append(read_member(trajectory, step, self.counts))
+            steps = journal.taken.get(journal.trajectories.get(trajectory.id, ""), [])
+            self.members.append(read_member(trajectory, steps[-1] if steps else None, self.counts))
             self.prompts.add(trajectory)
 
     def _read_gaps(self) -> None:
@@ -259,8 +259,3 @@ class RunEvidence:
             self.unread.append(f"the tasks' right answers: {type(error).__name__}: {error}")
             return {}
         return {task.id: task.data for task in tasks}
-
-
-def _step_of(journal: JournalSummary, trajectory: str) -> int | None:
-    steps = journal.taken.get(journal.trajectories.get(trajectory, ""), [])
-    return steps[-1] if steps else None

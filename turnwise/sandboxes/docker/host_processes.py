@@ -98,21 +98,13 @@ def kill_processes(first: int, name: str, since: int, concurrent: Collection[str
                 return False
             alive = belonging_processes(processes, first, name, since, concurrent)
             fresh = alive - stopped
-            _send_signal(fresh or alive, signal.SIGSTOP if fresh else signal.SIGKILL)
+            for pid in fresh or alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP if fresh else signal.SIGKILL)
         except OSError:
             return False
-        if not alive and not _has_unreaped_zombies(processes, first):
+        # Zombies are left until the first process reaps them.
+        if not alive and not any(process.dead and process.parent == first for process in processes.values()):
             return True
         stopped |= fresh
     return False
-
-
-def _has_unreaped_zombies(processes: Mapping[int, ProcessInfo], first: int) -> bool:
-    """Whether zombies are left that the first process has yet to reap."""
-    return any(process.dead and process.parent == first for process in processes.values())
-
-
-def _send_signal(processes: Collection[int], number: signal.Signals) -> None:
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -245,8 +245,9 @@ class DockerSandbox(Sandbox):
         await self._check_alive()
         if not self._pool.in_memory:
             return await self._pool.save_snapshot(self.id, self._image, self._user[0], None)
+        folders = [folder.strip("/") for folder in (self.spec.workdir, TMP, HOME)]
         with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
-            await self._pack("/", packed, self.spec.limits.disk, *self._folders())
+            await self._pack("/", packed, self.spec.limits.disk, *folders)
             return await self._pool.save_snapshot(self.id, self._image, self._user[0], packed)
 
     async def fork(self, count: int = 1) -> list[DockerSandbox]:
@@ -354,9 +355,6 @@ class DockerSandbox(Sandbox):
                 await self._run_script("/", scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
         elif self.spec.workspace is not None:
             await self.upload(self.spec.workspace, self.spec.workdir)
-
-    def _folders(self) -> list[str]:
-        return [folder.strip("/") for folder in (self.spec.workdir, TMP, HOME)]
 
     async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
         out = _SpoolOutput(packed, max_bytes + archives.HEADERS)

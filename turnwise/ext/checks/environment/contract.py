@@ -14,7 +14,6 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import TurnwiseError
 from turnwise.ext.checks.environment.context import CheckContext, StallTimeout, brief, episode_name, some_calls
-from turnwise.tools.response import ToolResponse
 from turnwise.tools.schema import dialect_of
 from turnwise.types import Message, ToolCall
 
@@ -178,14 +177,11 @@ async def single_calls(context: CheckContext) -> None:
                     where=episode.where,
                 )
             if response.metrics.get("crashes"):
+                message = json.loads(response.text or "{}")["error"]["message"]
                 context.add_finding(
                     "single calls",
-                    f"the tool {call.name!r} raised, called with {brief(call.arguments)}: {_error_message(response)}",
+                    f"the tool {call.name!r} raised, called with {brief(call.arguments)}: {message}",
                     "raise ToolError where the model can do better; to it any other exception is a broken tool",
                     where=episode.where,
                     severity="warning",
                 )
-
-
-def _error_message(response: ToolResponse) -> str:
-    return str(json.loads(response.text or "{}")["error"]["message"])

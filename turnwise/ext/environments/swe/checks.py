@@ -282,17 +282,12 @@ def _alternatives(value: object, rng: random.Random) -> list[str]:
         return [repr(number) for number in range(first, first + _BLOCK)]
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 2**53:
-            return [repr(float(number)) for number in _alternatives_of_whole(int(value))]
+            return [repr(float(number)) for number in _alternatives(int(value), rng)]
         text = repr(value)
         return [] if not text[-1].isdigit() or "e" in text else [text[:-1] + digit for digit in string.digits[1:]]
     if isinstance(value, (str, bytes)):
         return _respelled(value, rng)
     return []
-
-
-def _alternatives_of_whole(value: int) -> range:
-    first = value // _BLOCK * _BLOCK
-    return range(first, first + _BLOCK)
 
 
 def _respelled(value: str | bytes, rng: random.Random) -> list[str]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -121,7 +121,8 @@ class _PlanBuilder:
         instance = self.judge.instance
         await self._read()
         options = self._options()
-        families, clean = self._families(options), 0
+        families = tuple(self._family(key, alternatives[0], cases) for key, (alternatives, cases) in options.items())
+        clean = 0
         for _ in range(_ATTEMPTS):
             if not families or clean == 2:
                 break
@@ -185,13 +186,6 @@ class _PlanBuilder:
             if alterations_of_test:
                 options[key] = (alterations_of_test, tuple(cases[key]))
         return options
-
-    def _families(
-        self, options: Mapping[tuple[str, str], tuple[list[Alteration], tuple[str, ...]]]
-    ) -> tuple[Family, ...]:
-        return tuple(
-            self._family(key, alternatives[0], cases) for key, (alternatives, cases) in options.items() if alternatives
-        )
 
     def _family(self, key: tuple[str, str], alteration: Alteration, cases: tuple[str, ...]) -> Family:
         return Family(*key, alteration.kind, tuple(alteration.twins), alteration.reversal, cases, alteration.rows)

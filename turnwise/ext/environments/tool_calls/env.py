@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import Env, ResetResult, Solution, StepResult, score_env
@@ -126,30 +128,9 @@ def _calls(value: Any, where: str) -> list[tuple[str, Allowed]]:
 
 _CITIES: Final = ("Lisbon", "Oslo", "Quito", "Hanoi", "Dakar", "Perth", "Turin", "Leeds")
 _COINS: Final = ("EUR", "USD", "JPY", "CHF", "SEK", "INR")
-_FUNCTIONS: Final[dict[str, dict[str, Any]]] = {
-    "get_weather": {
-        "description": "The weather in a city.",
-        "properties": {
-            "city": {"type": "string", "description": "Name of the city."},
-            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "description": "celsius by default."},
-        },
-        "required": ["city"],
-    },
-    "convert_money": {
-        "description": "Converts an amount of money.",
-        "properties": {
-            "amount": {"type": "number", "description": "How much."},
-            "given": {"type": "string", "description": "Code of the currency that it is in."},
-            "wanted": {"type": "string", "description": "Code of the currency that is wanted."},
-        },
-        "required": ["amount", "given", "wanted"],
-    },
-    "set_timer": {
-        "description": "Starts a timer.",
-        "properties": {"minutes": {"type": "integer", "description": "How many minutes it runs."}},
-        "required": ["minutes"],
-    },
-}
+_FUNCTIONS: Final[dict[str, dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("shipped").joinpath("functions.toml").read_text("utf-8")
+)
 
 
 def _weather(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
@@ -181,14 +162,7 @@ def _drawn(seed: int, split: str, name: str) -> Task:
             break
     offered = rng.sample(sorted(_FUNCTIONS), rng.randint(2, 3))
     shown_names = sorted({*offered, *names})
-    functions = [
-        {
-            "name": function,
-            "description": _FUNCTIONS[function]["description"],
-            "parameters": {"type": "object", **{k: v for k, v in _FUNCTIONS[function].items() if k != "description"}},
-        }
-        for function in shown_names
-    ]
+    functions = [{"name": function, **_FUNCTIONS[function]} for function in shown_names]
     calls = [{"name": function, "allowed": allowed} for function, _, allowed in requests]
     return Task(name, prompt, {"functions": functions, "calls": calls})
 

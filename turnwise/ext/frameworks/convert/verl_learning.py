@@ -248,7 +248,9 @@ def translate_loss(translation: Translation) -> None:
         if name in LOSS_OPTIONS.get(loss, ()):
             translation.set(f"algorithm.loss_options.{name}", float(value), option, "actor.clip_ratio")
         translation.excuse(f"the loss {loss} does not read it", option)
-    translation.move("actor.loss_agg_mode", "algorithm.loss_aggregation", _snake, default="token-mean")
+    translation.move(
+        "actor.loss_agg_mode", "algorithm.loss_aggregation", lambda name: name.replace("-", "_"), default="token-mean"
+    )
     translation.move("actor.loss_scale_factor", "algorithm.loss_scale")
     if translation.config["algorithm"]["loss_aggregation"] == "seq_mean_token_sum_norm":
         scale = translation.config["algorithm"].get("loss_scale", translation.config["rollout"]["max_tokens_per_turn"])
@@ -258,10 +260,6 @@ def translate_loss(translation: Translation) -> None:
     groups, size = translation.config["batch"]["groups"], options.read("actor.ppo_mini_batch_size", 256)
     translation.set("algorithm.minibatches", max(1, groups // size), "actor.ppo_mini_batch_size")
     _translate_micro_batches(translation)
-
-
-def _snake(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _translate_micro_batches(translation: Translation) -> None:

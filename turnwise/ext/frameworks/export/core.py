@@ -145,7 +145,10 @@ async def export_env(
         "env": _copy_named_files(spec.id, copied_files),
         "config": _copy_named_files(spec.config, copied_files, "python"),
     }
-    rows = [task.to_record() for task in itertools.islice(_read_tasks(spec, tasks), limit)]
+    task_source = tasks or default_task_source(spec.id, spec.config)
+    rows = [
+        task.to_record() for task in itertools.islice(() if task_source is None else iter_tasks(task_source), limit)
+    ]
     _check_rows(rows)
     env_folder.mkdir(parents=True, exist_ok=True)
     files = {env_folder / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
@@ -172,11 +175,6 @@ def load_exported(folder: str | Path) -> ExportedEnv:
     spec = EnvSpec(_resolve_files(record["env"], directory), _resolve_files(record["config"], directory))
     rows = directory / TASKS_FILE
     return ExportedEnv(record["name"], spec, tuple(load_tasks(rows)) if rows.exists() else ())
-
-
-def _read_tasks(spec: EnvSpec, source: str | None) -> Any:
-    source = source or default_task_source(spec.id, spec.config)
-    return () if source is None else iter_tasks(source)
 
 
 def _check_rows(rows: list[dict[str, Any]]) -> None:

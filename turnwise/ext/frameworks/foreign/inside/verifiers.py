@@ -150,7 +150,10 @@ class Environment:
         elif split != "train":
             raise Failure("config", f"its taskset has no splits, so there is no {split!r}: all tasks are of 'train'")
         rows = itertools.islice(taskset, start, start + count)
-        return [{"prompt": task.data.prompt_text, "data": {"task": _dumped(task.data)}} for task in rows]
+        return [
+            {"prompt": row.prompt_text, "data": {"task": row.model_dump(mode="json", exclude_none=True)}}
+            for row in (task.data for task in rows)
+        ]
 
     def task(self, data: Mapping[str, Any] | None, seed: int | None) -> Any:
         """Return the task of a row, or one of the first that the seed chooses."""
@@ -402,10 +405,6 @@ async def _all_answer(env: Any) -> bool:
 def _conversations() -> dict[str, list[dict[str, Any]]]:
     module = sys.modules.get(_HARNESS)
     return {} if module is None else module.conversations
-
-
-def _dumped(data: Any) -> Any:
-    return data.model_dump(mode="json", exclude_none=True)
 
 
 def _equal_messages(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
