@@ -13,7 +13,7 @@ from support.trainer.lookup_run import MODEL, build_model, shared, warm_start
 LONGEST = (
     "test_smollm2_job", "test_ray", "test_main_job", "test_code_repair_job", "test_blackbox_job", "test_calculator_job",
     "test_langgraph_job", "test_long_task", "test_e2e_distill", "test_e2e_crash_victims", "test_e2e_manager",
-    "test_e2e_custom_agents", "test_credit_example", "test_lora_job", "test_algorithm_examples",
+    "test_e2e_custom_agents", "test_credit_example", "test_lora_job", "test_mixture_job", "test_algorithm_examples",
     "test_e2e_random_kills",
 )  # fmt: skip
 
