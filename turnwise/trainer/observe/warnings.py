@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,10 +68,21 @@ class WarningContext:
     truncations: tuple[str, ...] = ()
 
 
+_ROWS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+TEXTS: Final[Mapping[str, str]] = _ROWS["texts"]
+"""Templates of the warnings' texts, by the names of their rules."""
+_REASONS: Final[Mapping[str, str]] = _ROWS["reasons"]
+_LIMITS: Final[Mapping[str, str]] = _ROWS["limits"]
+
+_Warning: TypeAlias = tuple[str, Mapping[str, str | float]]
+"""The name of a rule, and the values of its text."""
+
+
 def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
     """Return the warnings that a step's metrics trigger: about its batch, its updates and its episodes."""
     rules = (_batch_warnings, _update_warnings, _server_warnings, _episode_warnings)
-    return [TrainingWarning(name, text) for rule in rules for name, text in rule(metrics, setting)]
+    warnings = [warning for rule in rules for warning in rule(metrics, setting)]
+    return [TrainingWarning(name, TEXTS[name].format(**values)) for name, values in warnings]
 
 
 def _are_dead(metrics: Metrics, setting: WarningContext) -> bool:
@@ -79,127 +91,66 @@ def _are_dead(metrics: Metrics, setting: WarningContext) -> bool:
     return setting.compares and groups >= _LEAST_GROUPS and dead >= MOST_DEAD * groups
 
 
-def _batch_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
+def _batch_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[_Warning]:
     if _are_dead(metrics, setting):
-        share, mean = metrics["batch/dead_groups"] / metrics["batch/groups"], metrics.get("reward/mean", 0.0)
-        yield (
-            "dead_groups",
-            f"{_share(share)} of groups have equal rewards (mean reward {mean:.3g}): they have no gradient. If that is "
-            "the highest reward, the tasks are learned: stop, or mix in harder ones. Else raise rollout.temperature or "
-            "rollout.group_size, mix in easier tasks, or reward partial success",
-        )
+        share = _share(metrics["batch/dead_groups"] / metrics["batch/groups"])
+        yield "dead_groups", {"share": share, "mean": metrics.get("reward/mean", 0.0)}
     # A critic that warms up explains it.
     if metrics.get("train/tokens", 1.0) <= 0 and metrics.get("batch/rows", 0.0) and "critic/loss" not in metrics:
-        reason = (
-            "no row has an advantage, since rewards are equal within each group. If they are the highest, stop or mix "
-            "in harder tasks; else raise rollout.group_size, or reward partial success"
-        )
+        reason = "equal"
         if any(value > 0 for name, value in metrics.items() if name.startswith("dropped/")):
-            reason = "they were dropped: dropped/* in metrics.jsonl has the counts"
+            reason = "dropped"
         elif metrics.get("correction/rejected", 0.0) >= 1.0:
-            reason = "the rollout correction rejected all; widen its bounds"
-        yield "nothing_trained", f"no token of this step was trained: {reason}"
+            reason = "rejected"
+        yield "nothing_trained", {"reason": _REASONS[reason]}
     if missing := metrics.get("replay/short", 0.0):
-        yield (
-            "short",
-            f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were requested."
-            " Mix in tasks of other difficulty (curriculum), or raise replay.filter_groups.max_refills",
-        )
+        yield "short", {"missing": missing}
     lost, trained = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
     if lost > MOST_CUT * (lost + trained):
-        yield (
-            "cut",
-            f"{_share(lost / (lost + trained))} of the tokens to train were cut off: raise batch.max_tokens_per_row, "
-            "or have agents keep their context shorter",
-        )
+        yield "cut", {"share": _share(lost / (lost + trained))}
 
 
-def _update_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
+def _update_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[_Warning]:
     nats = metrics.get("train/entropy")
     if nats is not None and nats < LEAST_ENTROPY and not _are_dead(metrics, setting):
-        yield (
-            "entropy",
-            f"the policy's entropy is {nats:.2g} nats: it hardly explores. If the reward is not what it should be, "
-            "raise algorithm.entropy_coef, rollout.temperature or algorithm.loss_options.clip_high, or lower optim.lr",
-        )
+        yield "entropy", {"nats": nats}
     if (clipped := metrics.get("train/clip_fraction", 0.0)) > MOST_CLIPPED:
-        yield (
-            "clipped",
-            f"{_share(clipped)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, "
-            "algorithm.epochs or algorithm.minibatches, or widen clip_low and clip_high of algorithm.loss_options",
-        )
+        yield "clipped", {"share": _share(clipped)}
     if (kl := metrics.get("train/approx_kl", 0.0)) > MOST_KL:
-        yield (
-            "divergence",
-            f"within a step the policy moved by {kl:.3g} nats (KL to the one that sampled): lower optim.lr or "
-            "optim.max_grad_norm, or take fewer algorithm.epochs and minibatches",
-        )
+        yield "divergence", {"kl": kl}
     if skipped := metrics.get("train/non_finite_updates", 0.0):
-        yield (
-            "not_finite",
-            f"{skipped:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
-            "optim.max_grad_norm, or look for rewards and log-probabilities that are far off",
-        )
+        yield "not_finite", {"skipped": skipped}
 
 
-def _server_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
+def _server_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[_Warning]:
     """Yield what is wrong where trainer and server disagree; by other weights, in asynchronous modes, they must."""
     mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
     is_far = mean > MOST_GAP or (setting.exact and largest > MOST_GAP_EXACT)
     if is_far and metrics.get("lag/max", 0.0) <= 0:
         where = f"; {setting.worst_gap}" if setting.worst_gap else ""
-        yield (
-            "gap",
-            f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most"
-            f"{where}. With equal weights that is rounding: check inference.dtype, model.compute_dtype, "
-            "rollout.temperature and what the server truncates; turnwise audit verifies the ids. algorithm.correction "
-            "bounds the effect",
-        )
+        yield "gap", {"mean": mean, "largest": largest, "where": where}
     share, cut = metrics.get("sampling/truncated", 0.0), metrics.get("sampling/cut_mass", 0.0)
     if share > 0 or setting.truncations:
         causes = ", ".join(setting.truncations) or "sampling parameters of requests, grammars or forced calls"
         extent = f"; {_share(share)} of the tokens lost {cut:.2g} of the probability, on average" if share > 0 else ""
-        yield (
-            "truncation",
-            f"tokens are sampled from a truncated distribution ({causes}), while servers report, and the loss uses, "
-            f"their probabilities under the whole one{extent}. Updates are off-policy by that, and gap/* does not show "
-            "it: train with top_p 1, top_k 0 and min_p 0, and let the model learn calls instead of forcing them",
-        )
+        yield "truncation", {"causes": causes, "extent": extent}
     rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
     if rejected > MOST_REJECTED or ess < LEAST_ESS:
-        yield (
-            "correction",
-            f"algorithm.correction rejects {_share(rejected)} of tokens, and the importance weights are worth "
-            f"{_share(ess)} of the batch: trainer and server are too far apart to be corrected; find out why (gap/*, "
-            "diagnostics.jsonl) before anything else",
-        )
+        yield "correction", {"rejected": _share(rejected), "ess": _share(ess)}
 
 
-_TRUNCATIONS: Final = {
-    "max_turns": "rollout.max_turns",
-    "max_tokens": "rollout.max_tokens_per_turn or rollout.max_total_tokens",
-    "context_overflow": "rollout.context_length or the model's context, or have the agent drop or summarise old turns",
-    "timeout": "rollout.episode_timeout, or find what is slow",
-}
 _ERROR_RATE: Final = "tools/error_rate_by/"
 
 
-def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
-    ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _TRUNCATIONS}
+def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[_Warning]:
+    ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _LIMITS}
     if (total := sum(ends.values())) > MOST_TRUNCATED:
         worst = max(ends, key=lambda name: ends[name])
-        yield (
-            "truncated",
-            f"{_share(total)} of trajectories ended at a limit, most of them ({_share(ends[worst])}) at {worst}: raise "
-            f"{_TRUNCATIONS[worst]}",
-        )
+        shares = {"share": _share(total), "worst_share": _share(ends[worst])}
+        yield "truncated", {**shares, "worst": worst, "key": _LIMITS[worst]}
     # One that was cut after its first token is truncated.
     if total == 0 and 0 < metrics.get("rollout/sampled_tokens", 0.0) <= metrics.get("rollout/turns", 0.0):
-        yield (
-            "empty",
-            "every turn is a single token: the model ends each at once. Compare eos_token_id in its "
-            "generation_config.json with what its chat template ends turns with, or give it a warm start",
-        )
+        yield "empty", {}
     trained, rate = metrics.get("batch/trajectories", 0.0), metrics.get("tools/error_rate", 0.0)
     if rate > MOST_TOOL_ERRORS and metrics.get("tools/calls", 0.0) * trained >= _LEAST_CALLS:
         by_tool = {
@@ -208,22 +159,13 @@ def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tup
         worst = max(by_tool, key=lambda name: by_tool[name], default="")
         what = "text that is no call of a known tool" if worst == UNKNOWN_TOOL else worst
         worst_tool = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
-        yield (
-            "tool_errors",
-            f"{_share(rate)} of tool calls were answered by an error{worst_tool}. turnwise view shows them; look at "
-            "the tools' descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding",
-        )
+        yield "tool_errors", {"share": _share(rate), "worst_tool": worst_tool}
     failed = metrics.get("batch/failed", 0.0)
     if failed > MOST_FAILED * (failed + trained):
-        yield (
-            "failed",
-            f"{_share(failed / (failed + trained))} of trajectories ended in an error and are not trained: see "
-            "trajectories.twz (turnwise view) for the errors, logs/ for those of servers",
-        )
+        yield "failed", {"share": _share(failed / (failed + trained))}
     refused = metrics.get("tree/refusals", 0.0) + metrics.get("tree/failures", 0.0)
     if refused and metrics.get("tree/branches", 2.0) <= 1:
-        why = f": {setting.unforked}" if setting.unforked else ""
-        yield ("unforked", f"rollout.tree forked no episode, so each is trained as a chain (tree/branches is 1){why}")
+        yield "unforked", {"why": f": {setting.unforked}" if setting.unforked else ""}
 
 
 class Warner:
