@@ -25,6 +25,7 @@ from support.trainer.lookup_run import (
     train_config,
     training,
     wait_until,
+    warm_start,
 )
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.audit import audit_run
@@ -67,14 +68,14 @@ def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]
     return steps_trained
 
 
-def lookup_config(start: Path, runs: Path, **policy: Any) -> TrainConfig:
-    """Return the configuration of a run on two servers; ``policy`` is of the policy."""
+def lookup_config(start: Path, runs: Path) -> TrainConfig:
+    """Return the configuration of a run on two servers."""
     return train_config(
         start,
         runs,
         steps=STEPS,
         tasks="turnwise.envs.basic.lookup:tasks?n=200&split=train",
-        policies={"main": {"optim": {"lr": 2e-4, "eps": 1e-5, "max_grad_norm": 0.2}, **policy}},
+        policies={"main": {"optim": {"lr": 2e-4, "eps": 1e-5, "max_grad_norm": 0.2}}},
         rollout={"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 24},
         batch={"groups": 16, "max_tokens_per_micro_batch": 4096},
         eval={"tasks": "turnwise.envs.basic.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
@@ -135,23 +136,23 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
 def test_ranks_send_weights_to_a_group_though_a_server_is_killed_within_an_update(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    half_trained = shared(tmp_path_factory, "vllm-half-trained", partial(train_checkpoint, steps=38)) / MODEL
-    config = lookup_config(
-        half_trained,
-        tmp_path,
-        model={"threads": 2},
-        engine="fsdp",
-        engine_options={"ranks": 2},
-        weight_transport="support.trainer.killing_transport:KillingTransport",
-    )
+    warm = shared(tmp_path_factory, "vllm-warm-start", warm_start) / MODEL
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with training(config) as process:
+    paths = ["name=run", f"runs={tmp_path}", f"policies.main.model.path={warm}"]
+    ranks = ["policies.main.engine=fsdp", "policies.main.engine_options.ranks=2", "policies.main.model.threads=2"]
+    transport = "policies.main.weight_transport=support.trainer.killing_transport:KillingTransport"
+    shorter = [f"steps={STEPS}", "eval.limit=25", "eval.samples=1", "inference.replicas=2"]
+    command = ["train", EXAMPLE / "train.yaml", *paths, *ranks, transport, *shorter, *on_vllm()]
+    with Turnwise(tmp_path / "log", *command) as process:
         wait_until(lambda: trained(metrics) >= VERSION + 2, "the update after", process, within=2 * LAUNCH_S)
         # Between two updates: it gets the last version again, or the next one.
         os.kill(vllm_servers(process)[0].pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 0, process.output()
-    steps = check_learned(tmp_path / "run")
+    steps = check_run(tmp_path / "run", STEPS, evaluated=True)
+    rewards = [step["reward/mean"] for step in steps]
+    # From a tenth, to the bar of the example.
+    assert (mean(rewards[:2]) < 0.3, mean(rewards[-5:]) > 0.95) == (True, True), rewards
     [served] = [line for line in lines(metrics) if line["kind"] == "inference"]
     # Both that were killed; the other one, which had a part of that version, was sent all of it again.
     assert served["restarts"] == 2
