@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.trainer.lookup_run import lines, silent, train_config
+from support.processes.warm import run_command
+from support.trainer.job_bars import hold_to_bars, mostly_fails
+from support.trainer.lookup_run import EXAMPLE, lines, silent, take_warm, train_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.journal.state import seal, unseal
 from turnwise.trainer.run.audit import audit_run
@@ -98,3 +102,19 @@ def test_policies_that_cannot_be_exact_are_refused_by_key(
 ) -> None:
     with pytest.raises(ValueError, match=rf"policies\.main\.{key} is "):
         train_config(lookup_model, tmp_path, inference=EXACT, policies={"main": policy})
+
+
+@pytest.mark.long
+@pytest.mark.alike("lookup")
+def test_the_main_job_ends_at_its_bar_and_all_of_it_is_recomputed(warm_lookup: Path, tmp_path: Path) -> None:
+    take_warm(warm_lookup, tmp_path / "exact")
+    keys = ("inference.engine=exact", "checkpoint.every=1", "checkpoint.keep=null")
+    command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "exact", *keys]
+    job = run_command(command, capture_output=True, text=True, check=False)
+    assert job.returncode == 0, job.stderr[-3000:]
+    summary = json.loads((tmp_path / "exact" / "summary.json").read_text())
+    mostly_fails(summary)
+    hold_to_bars(summary, 0.95, 0.97)
+    report = audit_run(tmp_path / "exact", at_most=10**6, console=silent())
+    assert report.contradictions == []
+    assert report.counts[EQUAL] == report.counts["sampled tokens"] == report.counts["logprobs recomputed"]

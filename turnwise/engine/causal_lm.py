@@ -486,9 +486,12 @@ class CausalLM:
         try:
             if self._sees:
                 raise ValueError("its vision tower attends with kernels whose sums depend on the images of a batch")
-            return make_exact(self._model, keep=True)
+            layers = make_exact(self._model)
         except ValueError as error:
             raise InferenceError(f"{self._architecture} cannot be served with exact numerics: {error}") from error
+        for layer in layers:
+            layer.pack()
+        return layers
 
     def _verify_exact(self) -> None:
         """Check that logits do not depend on chunks, nor on what is beside a sequence. Raises InferenceError."""

@@ -209,20 +209,30 @@ def test_a_changed_bit_of_one_weight_changes_logprobs() -> None:
     assert differing(policy, sampler.rows(0), 4096, shared=True) > 0
 
 
-def test_gradients_are_those_of_the_default_to_rounding() -> None:
-    sampler, draw = Sampler("qwen3"), np.random.default_rng(0)
-    for _ in range(3):
-        sampler.submit(draw.integers(3, VOCABULARY, 20), 20, 1.0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_default_to_rounding_and_of_checkpointing_to_the_bit(family: str) -> None:
+    sampler, draw = Sampler(family), np.random.default_rng(0)
+    common = draw.integers(3, VOCABULARY, 10)
+    for own in (10, 10, 15):
+        sampler.submit(np.concatenate([common, draw.integers(3, VOCABULARY, own)]), 20, 1.0)
     sampler.drain()
     gradients = []
-    for exact in (False, True):
-        policy = load_model(model_of("qwen3"), exact=exact)
-        for batch in pack(sampler.rows(0), 4096, share_prefixes=True):
-            scores = policy.forward(batch, entropy=True)
-            (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    exact = {"exact": True}
+    for options in (
+        {},
+        exact,
+        {**exact, "gradient_checkpointing": True},
+        {**exact, "gradient_checkpointing": "matmuls"},
+    ):
+        policy = load_model(model_of(family), **options)
+        with policy.computing():
+            for batch in pack(sampler.rows(0), 4096, share_prefixes=True):
+                scores = policy.forward(batch, entropy=True)
+                (scores.logprobs.sum() + scores.entropy.sum()).backward()
         gradients.append({name: parameter.grad for name, parameter in policy.model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradients[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max())), name
+        assert all(torch.equal(others[name], gradients[1][name]) for others in gradients[2:]), name
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ get equal bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +52,10 @@ class _Product(torch.autograd.Function):
     """(rows, weight, bias, packed weight) to the product; gradients by plain products."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.biased = bias is not None
-        return multiply(rows, pack_weight(weight) if packed is None else packed, bias)
+        return multiply(rows, packed, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -64,28 +66,23 @@ class _Product(torch.autograd.Function):
         return of_rows, of_weight, flat.sum(0) if ctx.biased else None, None
 
 
-def exact_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """Return ``rows @ weight.T + bias``; without ``packed`` the weight is packed for this call."""
-    if torch.is_grad_enabled():
-        product: Tensor = _Product.apply(rows, weight, bias, packed)  # type: ignore[no-untyped-call]
-        return product
-    return multiply(rows, pack_weight(weight) if packed is None else packed, bias)
-
-
 class ExactLinear(nn.Linear):
     """A linear layer by the packed layout; ``weight`` and ``bias`` stay in place, so that tied ones stay tied."""
 
-    def __init__(self, layer: nn.Linear, *, keep: bool) -> None:
-        """Take the place of a layer; without ``keep`` its weight, which may change, is packed in each call."""
+    def __init__(self, layer: nn.Linear) -> None:
+        """Take the place of a layer; its weight, which may change, is packed in each call until :meth:`pack`."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self._packed: Tensor | None = None
-        if keep:
-            self.pack()
+
+    @property
+    def packed(self) -> Tensor:
+        """The weight in oneDNN's layout."""
+        return pack_weight(self.weight) if self._packed is None else self._packed
 
     def pack(self) -> None:
-        """Refresh the packed copy from the weight."""
+        """Keep a packed copy of the weight as it is now."""
         self._packed = pack_weight(self.weight)
 
     def unpack(self) -> None:
@@ -94,7 +91,22 @@ class ExactLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return ``input @ weight.T + bias``: [..., in] to [..., out]."""
-        return exact_linear(input, self.weight, self.bias, self._packed)
+        if torch.is_grad_enabled():
+            out: Tensor = _Product.apply(input, self.weight, self.bias, self.packed)  # type: ignore[no-untyped-call]
+            return out
+        return multiply(input, self.packed, self.bias)
+
+
+@contextmanager
+def packed_once(layers: Sequence[ExactLinear]) -> Iterator[None]:
+    """Keep packed copies within the context, in which no weight may change."""
+    for layer in layers:
+        layer.pack()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.unpack()
 
 
 class _Activation(torch.autograd.Function):
@@ -137,6 +149,44 @@ class ExactActivation(nn.Module):
         return active
 
 
+class _Attention(torch.autograd.Function):
+    """Attention on whole blocks of keys, whose gradients are computed without the keys that fill a block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        out, normalizer = _attend_blocks(query, key, value, mask, causal, scale)
+        ctx.save_for_backward(query, key, value, mask, out, normalizer)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, normalizer = ctx.saved_tensors
+        gradients: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            grad, query, key, value, out, normalizer, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        return *gradients, None, None, None
+
+
+def _attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention and the logarithm of its normalizer, after filling up queries and blocks of keys."""
+    count = query.shape[2]
+    if queries := -count % _QUERIES:
+        query = nn.functional.pad(query, (0, 0, 0, queries))
+        if mask is not None and mask.shape[2] > 1:
+            mask = nn.functional.pad(mask, (0, 0, 0, queries))
+    if keys := -key.shape[2] % KEY_BLOCK:
+        key, value = (nn.functional.pad(states, (0, 0, 0, keys)) for states in (key, value))
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, keys), value=-math.inf)
+    out, normalizer = _attend(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return out[:, :, :count], normalizer[:, :, :count]
+
+
 def exact_attention(
     query: Tensor,
     key: Tensor,
@@ -151,17 +201,12 @@ def exact_attention(
     ``attn_mask`` is added to the scores, or None where each query sees the keys up to its own number.
     """
     del enable_gqa  # the kernel shares key heads unasked
-    count = query.shape[2]
-    if key.shape[2] % KEY_BLOCK or value.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"attention over {key.shape[2]} keys, values of {value.shape[3]} to queries of {query.shape[3]}"
-        )
-    if more := -count % _QUERIES:
-        query = nn.functional.pad(query, (0, 0, 0, more))
-        if attn_mask is not None and attn_mask.shape[2] > 1:
-            attn_mask = nn.functional.pad(attn_mask, (0, 0, 0, more))
-    out: Tensor = _attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return out[:, :, :count]
+    if value.shape[3] != query.shape[3] or (attn_mask is None and not is_causal):
+        raise ValueError(f"attention without a mask, or to values of {value.shape[3]} by queries of {query.shape[3]}")
+    if torch.is_grad_enabled():
+        out: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
+        return out
+    return _attend_blocks(query, key, value, attn_mask, is_causal, scale)[0]
 
 
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -169,15 +214,8 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def make_exact(model: nn.Module, *, keep: bool) -> list[ExactLinear]:
-    """Substitute the operations of a float32 model on a CPU; attention is chosen by its caller.
-
-    Args:
-        model: The model.
-        keep: Whether packed copies of its weights are kept, which change only where ``pack`` is called after it.
-
-    Returns:
-        The modules with copies.
+def make_exact(model: nn.Module) -> list[ExactLinear]:
+    """Substitute the operations of a float32 model on a CPU, and return its products; attention is its caller's choice.
 
     Raises:
         ValueError: The model, its type or its device has no exact form; names the operation.
@@ -196,7 +234,7 @@ def make_exact(model: nn.Module, *, keep: bool) -> list[ExactLinear]:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                packed.append(layer := ExactLinear(child, keep=keep))
+                packed.append(layer := ExactLinear(child))
                 setattr(parent, name, layer)
             elif (kind := type(child).__name__) in _ACTIVATIONS:
                 setattr(parent, name, ExactActivation(_ACTIVATIONS[kind]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.engine.accelerator import on_cpu
-from turnwise.engine.numerics.exact import exact_linear, pack_weight
+from turnwise.engine.numerics.exact import ExactLinear, multiply
 from turnwise.trainer.model.optimizations import CompiledFunction
 
 HELD_BYTES = 1 << 26
@@ -77,7 +77,6 @@ def score_states(
     entropy: bool,
     tile_bytes: int | None = None,
     fused: bool = False,
-    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -86,7 +85,8 @@ def score_states(
     parameters. Under autocast, products are computed in its type and everything after them in float32.
 
     Args:
-        head: The output layer, whose hooks are not called.
+        head: The output layer, whose hooks are not called. Of an exact one (``engine/numerics/exact.py``) the forward
+            pass reads whole rows of the vocabulary.
         states: Shape [N, hidden].
         ids: int64 of shape [N].
         temperatures: Shape [N], above 0, on any device; constants.
@@ -96,7 +96,6 @@ def score_states(
             :data:`HELD_BYTES` if all logits fit, else a size for the device.
         fused: Compile what is computed between the products of tiles; their logits are then stored in the type of the
             products only.
-        exact: Read whole rows of the vocabulary in the forward pass, by exact products (``engine/numerics/exact.py``).
 
     Returns:
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
@@ -107,7 +106,7 @@ def score_states(
         tile_bytes = _TILE_BYTES if on_cpu(states.device) else _TILE_BYTES_ELSEWHERE
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
-    tiles = _Tiles(transform, entropy, columns, fused, exact)
+    tiles = _Tiles(transform, entropy, columns, fused, head if isinstance(head, ExactLinear) else None)
     logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles)
     return logprobs, entropies if entropy else None
 
@@ -125,13 +124,13 @@ def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile, whether kernels are fused or exact."""
+    """Tiling of the vocabulary: logit transform, entropy flag, ids per tile, whether kernels are fused, exact head."""
 
     transform: LogitTransform
     entropy: bool
     columns: int
     fused: bool
-    exact: bool
+    exact: ExactLinear | None
 
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
@@ -163,13 +162,13 @@ class _Scores(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
             if tiles.columns >= weight.shape[0]:
-                raw = exact_linear(states, weight, bias) if tiles.exact else matrix.logits(0, weight.shape[0])
+                raw = matrix.logits(0, weight.shape[0]) if tiles.exact is None else tiles.exact(states)
                 logs = F.log_softmax(_scale(raw, tiles.transform, divide), dim=-1)
                 logprobs = logs.gather(1, ids[:, None])[:, 0]
                 entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
                 saved: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
             else:
-                read = _by_rows if tiles.exact else _online
+                read = _online if tiles.exact is None else partial(_by_rows, tiles.exact.packed)
                 logprobs, entropies, normalizer = read(matrix, ids, divide, tiles)
                 saved = (normalizer, None, None)
         ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *saved)
@@ -233,12 +232,14 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
     return targets - normalizer, entropies, normalizer
 
 
-def _by_rows(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+def _by_rows(
+    packed: Tensor, matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`_online` does, reading as many whole rows of the vocabulary at a time as tiles have room."""
-    packed, parts = pack_weight(matrix.weight), []
+    parts = []
     count = max(1, len(ids) * tiles.columns // matrix.weight.shape[0])
     for rows in torch.split(torch.arange(len(ids)), count):
-        raw = exact_linear(matrix.states[rows], matrix.weight, matrix.bias, packed)
+        raw = multiply(matrix.states[rows], packed, matrix.bias)
         scaled = _scale(raw, tiles.transform, None if divide is None else divide[rows])
         logs = F.log_softmax(scaled, dim=-1)
         logprobs, targets = (values.gather(1, ids[rows, None])[:, 0] for values in (logs, scaled))

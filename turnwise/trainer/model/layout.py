@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from turnwise.engine.numerics.exact import KEY_BLOCK
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
@@ -181,13 +180,11 @@ class PackedLayout:
         for members in _similar(shapes):
             longest = max(shapes[n][0] for n in members)
             reach = max(sum(shapes[n]) for n in members)
-            if self.exact:
-                reach = -(-reach // KEY_BLOCK) * KEY_BLOCK
             queries = np.stack([_padded(self._own(n), longest) for n in members])
             keys = np.stack([_padded(self._path(n), reach) for n in members])
             depths = np.stack([_padded(np.arange(shapes[n][1], sum(shapes[n])), longest) for n in members])
             valid = np.stack([np.arange(longest) < shapes[n][0] for n in members])
-            square = not self.exact and all(shapes[n][1] == 0 for n in members)
+            square = all(shapes[n][1] == 0 for n in members)
             q, k, d, v = (self._tensor(values.ravel()) for values in (queries, keys, depths, valid))
             buckets.append(Bucket((len(members), longest), q, k, d, v, square))
         return tuple(buckets)

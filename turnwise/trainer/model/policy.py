@@ -23,7 +23,7 @@ from turnwise.engine.accelerator import autocast, main_memory
 from turnwise.engine.capacity import RopeLimit, rope_limit
 from turnwise.engine.experts.routers import Routers
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
-from turnwise.engine.numerics.exact import make_exact
+from turnwise.engine.numerics.exact import ExactLinear, make_exact, packed_once
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import CheckpointError, FormatError, TrainError, requires_extra
 from turnwise.model.core import AdapterInfo
@@ -73,10 +73,10 @@ class Policy:
         vision: The model's vision tower; None where it takes text only.
         routers: Its routers; None for a model without experts, or where they cannot be replayed.
         optimizations: Those in use (:func:`load_model` chooses them).
-        exact: Whether log-probabilities are those of the built-in engine to the last bit.
+        products: Its layers whose log-probabilities are those of the built-in engine to the last bit; else none.
     """
 
-    exact = False
+    products: Sequence[ExactLinear] = ()
     routers: Routers | None = None
     optimizations: frozenset[Optimization] = frozenset()
 
@@ -112,6 +112,11 @@ class Policy:
         if self.routers is not None:
             self.routers.watch()
 
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities are those of the built-in engine to the last bit."""
+        return bool(self.products)
+
     def substitute_operations(self) -> None:
         """Substitute the operations of the model by exact ones. Raises TrainError."""
         name = type(self.model).__name__
@@ -124,10 +129,9 @@ class Policy:
                 raise ValueError(
                     f"products in {self.compute_dtype} (compute_dtype) are rounded otherwise than the server's"
                 )
-            make_exact(self.model, keep=False)
+            self.products = make_exact(self.model)
         except ValueError as error:
             raise TrainError(f"{name} cannot be trained with exact numerics: {error}") from error
-        self.exact = True
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +156,7 @@ class Policy:
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             fused = "fused_loss" in self.optimizations
             logprobs, entropies = score_states(
-                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused, exact=self.exact
+                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused
             )
         return TokenScores(
             self.gather(batch, logprobs),
@@ -163,7 +167,9 @@ class Policy:
         )
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the context of forward and backward passes, in which parameters may have another type."""
+        """Return the context of forward and backward passes, in which parameters may have another type or layout."""
+        if self.exact:
+            return packed_once(self.products)
         return bfloat16_weights(self.model) if "bfloat16_weights" in self.optimizations else nullcontext()
 
     def _rerouted(self, batch: MicroBatch) -> Tensor | None:
