@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from support.engine.families import save_family
 from support.engine.scores import served_logprobs
+from support.trainer.lookup_run import train_config
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import read_adapter
-from turnwise.errors import FormatError, TrainError
+from turnwise.errors import ConfigError, FormatError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.core import TrainRow
@@ -24,6 +26,7 @@ from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.model.policy import load_model, try_adapters
 from turnwise.trainer.run.export import export_model
+from turnwise.trainer.run.policies import LoadedPolicy, TrainedPolicy
 
 Row = Callable[..., TrainRow]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -184,3 +187,16 @@ def test_targets_and_saved_adapters_that_do_not_fit_the_experts_are_refused(
     adapter = read_adapter(tmp_path / "saved")
     with pytest.raises(FormatError, match=r"has no factors for model\.layers\.0\.mlp\.experts\.down_proj of 5 experts"):
         adapter.on(AutoModelForCausalLM.from_pretrained(other))
+
+
+async def test_policies_with_adapters_on_experts_cannot_share_servers(tmp_path: Path) -> None:
+    base = save_family("qwen3_moe", tmp_path / "base")
+    learner, unused = learner_of(base, targets=EXPERTS), None
+    config = train_config(base, tmp_path)
+    loaded = [LoadedPolicy(name, config, unused, learner, None, None) for name in ("solver", "critic")]
+    refusal = (
+        r"policies\.solver\.model\.lora\.targets names experts, .* but solver and critic share servers \(served_by\)"
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=refusal):
+            await TrainedPolicy.serve(loaded, tmp_path, unused, stack)
