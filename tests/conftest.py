@@ -4,13 +4,11 @@ It also keeps garbage collections short: millions of objects are loaded with the
 is any looked for while they are loaded.
 """
 
-import asyncio
 import gc
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,7 +22,6 @@ from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
 from turnwise.placement.local import LocalPlacement  # noqa: E402
 from turnwise.rollout import producer  # noqa: E402
-from turnwise.rollout.replay.group_store import TransferQueueConfig  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
 LocalPlacement.launcher = WarmPopen
@@ -82,13 +79,3 @@ def settled_objects() -> None:
     """For tests of what collects garbage many times: what earlier tests left is passed over."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def transfer_queue() -> Iterator[Any]:
-    """A TransferQueue on a Ray cluster of this machine: one for the tests of a worker, with the rows of all of them."""
-    module = pytest.importorskip("turnwise.ext.frameworks.transfer_queue", reason="needs turnwise-rl[transfer-queue]")
-    queue = module.TransferQueuePayloads(TransferQueueConfig(units=2))
-    asyncio.run(queue.start())
-    yield queue
-    asyncio.run(queue.close())

@@ -43,7 +43,7 @@ FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise
 BROWSER ?= playwright-core@1.65.1
 BROWSER_DIR := .cache/browser
 AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(BROWSER_DIR)/.turnwise-installed $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
-# Packages that are too large for every checkout: loggers, Ray, TransferQueue.
+# Packages that are too large for every checkout: loggers, Ray.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes and the report are tested with, and what brings those that are missing on Debian and Ubuntu.
 PROGRAMS := bwrap dockerd busybox git bash chromium
@@ -119,7 +119,7 @@ test-real-again: $(STAMP)
 real-installs: $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
 
 $(LOGGERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray,transfer-queue]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray]"
 	@touch $@
 
 # What no target installs is looked for before anything is built.

@@ -1,4 +1,4 @@
-"""Trajectories as columns of numbers and texts: how files and payload stores keep them."""
+"""Trajectories as columns of numbers and texts: how files keep them."""
 
 from __future__ import annotations
 

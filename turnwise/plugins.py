@@ -299,7 +299,6 @@ PLUGIN_KINDS: Final = (
     "loggers",
     "inference_engines",
     "weight_transports",
-    "payload_stores",
     "commands",
 )
 """Kinds of plug-ins; the group of entry points is ``turnwise.<kind>``."""

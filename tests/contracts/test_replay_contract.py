@@ -1,4 +1,4 @@
-"""What every replay buffer keeps, wherever its groups wait: in memory, behind a journal, in a payload store."""
+"""What every replay buffer keeps, wherever its groups wait: in memory, or behind a journal."""
 
 from __future__ import annotations
 
@@ -12,58 +12,42 @@ import numpy as np
 import pytest
 
 from support.rollout.finished_groups import lively, same
-from support.rollout.memory_payloads import MemoryPayloads
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.group_store import PayloadStore
 from turnwise.rollout.replay.strategies import Bounded, Fifo, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
-# One queue for all that ask for it: on the worker of the tests of TransferQueue alone.
-_QUEUE = pytest.param("transfer_queue", marks=[pytest.mark.real, pytest.mark.xdist_group("test_transfer_queue")])
-_JOURNALED = ("journal", "store", _QUEUE)
-
 Make: TypeAlias = Callable[..., LocalReplayBuffer]
 
 
-def _stores(request: pytest.FixtureRequest) -> Callable[[], PayloadStore | None]:
-    """Return what gives each buffer its store; a queue is started once."""
-    if request.param == "transfer_queue":
-        queue: PayloadStore = request.getfixturevalue("transfer_queue")
-        return lambda: queue
-    return MemoryPayloads if request.param == "store" else lambda: None
-
-
-@pytest.fixture(params=["memory", *_JOURNALED])
+@pytest.fixture(params=["memory", "journal"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Makes buffers, each of a run of its own."""
     journals: list[Journal] = []
-    store = _stores(request)
 
     def made(strategy: Strategy | None = None) -> LocalReplayBuffer:
         if request.param == "memory":
             return LocalReplayBuffer(strategy)
         journals.append(Journal.open(tmp_path / str(len(journals))))
-        return LocalReplayBuffer(strategy, journals[-1], payloads=store())
+        return LocalReplayBuffer(strategy, journals[-1])
 
     yield made
     for journal in journals:
         journal.close()
 
 
-@pytest.fixture(params=_JOURNALED)
-def process(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+@pytest.fixture
+def process(tmp_path: Path) -> Make:
     """Makes the buffers of one run's processes: each begins after a step, where the one before was killed."""
     parts: list[int] = []
-    store = _stores(request)
 
     def begun(strategy: Strategy | None = None, *, resumed_step: int = 0) -> LocalReplayBuffer:
         parts.append(resumed_step)
         journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=resumed_step, max_uses=2)
-        return LocalReplayBuffer(strategy, journal, payloads=store())
+        return LocalReplayBuffer(strategy, journal)
 
     return begun
 

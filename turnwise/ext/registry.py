@@ -63,7 +63,6 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "ipc": "turnwise.ext.transports.collective:IPCTransport",
         "nccl": "turnwise.ext.transports.collective:NCCLTransport",
     },
-    "payload_stores": {"transfer_queue": "turnwise.ext.frameworks.transfer_queue:TransferQueuePayloads"},
     "commands": {
         "bisect": "turnwise.ext.checks.commands:bisect",
         "check-env": "turnwise.ext.checks.commands:check_env",

@@ -78,18 +78,3 @@ class Ended(turnwise.Hooks):
     def on_train_end(self):
         with (self.config.runs / "ended.txt").open("a") as file:
             file.write(f"{self.global_steps} {type(self.error).__name__}\n")
-
-
-QUEUED: list[int] = []
-"""How many rows a TransferQueue had when a step had fetched its batch (:class:`Queued`)."""
-
-
-class Queued(turnwise.Hooks):
-    """Counts the rows of the TransferQueue that this process is connected to."""
-
-    def on_sample_end(self):
-        try:
-            from transfer_queue import kv_list
-        except ImportError:
-            return
-        QUEUED.append(sum(map(len, kv_list().values())))

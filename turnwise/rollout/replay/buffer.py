@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from turnwise.errors import TrainError, TurnwiseError, shown, user_code
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.group_store import GroupStore, PayloadStore, group_facts
+from turnwise.rollout.replay.group_store import GroupStore, group_facts
 from turnwise.rollout.replay.strategies import (
     FAILED,
     STALE,
@@ -231,8 +231,6 @@ class LocalReplayBuffer(NotifyingBuffer):
         filter_metric: Reward by which groups without a learning signal are dropped; None drops none.
         tail: How long a batch waits for its last groups; by default without limit.
         memory_mb: Memory for journaled groups, in units of 2**20 bytes on disk.
-        payloads: Holds the trajectories of finished groups outside of this process; None keeps them in memory. Order,
-            facts and journal are here in either case.
     """
 
     def __init__(
@@ -244,15 +242,13 @@ class LocalReplayBuffer(NotifyingBuffer):
         filter_metric: str | None = None,
         tail: StragglerDeadline | None = None,
         memory_mb: int = 1024,
-        payloads: PayloadStore | None = None,
     ) -> None:
         super().__init__()
         self._min_members = min_members
         self._filter_metric = filter_metric
         self._tail = tail
         self._strategy = strategy or Fifo()
-        self._payloads = payloads
-        self._store = GroupStore(journal, memory_mb, payloads)
+        self._store = GroupStore(journal, memory_mb)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         for facts in self._store.reusable(self._strategy.keep_groups):
             self._ready["train"][facts.id] = facts
@@ -267,17 +263,6 @@ class LocalReplayBuffer(NotifyingBuffer):
         self._refill: Callable[[int], bool] | None = None
         self._on_drop: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
-
-    async def __aenter__(self) -> Self:
-        """Start what holds the trajectories outside of this process. Raises TrainError where it cannot be had."""
-        if self._payloads is not None:
-            await self._payloads.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """End it."""
-        if self._payloads is not None:
-            await self._payloads.close()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight, or restore what earlier processes finished of its group."""
@@ -325,11 +310,9 @@ class LocalReplayBuffer(NotifyingBuffer):
 
         Raises:
             FormatError: A trajectory cannot be written as JSON.
-            TrainError: Its partition is unknown, the disk refuses, or a payload store is lost for good.
+            TrainError: Its partition is unknown, or the disk refuses.
         """
         ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
-        # Before it counts: it is in flight until it can be read, and a kill in between leaves it unfinished.
-        shipped = await self._store.ship(group)
         # Our group ids end with the request's key, as a task may be in flight in two epochs at once. A custom manager
         # names groups as it likes: there the task id decides.
         of_task = [flight for flight in in_flight if flight.task_id == group.task_id]
@@ -343,7 +326,7 @@ class LocalReplayBuffer(NotifyingBuffer):
         facts = replace(group_facts(group, name if flight is None else flight.key, self._arrived), id=name)
         if facts.oldest_version is None and flight is not None:
             facts = replace(facts, oldest_version=flight.version)
-        self._store.put(group, facts, shipped)
+        self._store.put(group, facts)
         ready[name] = facts
         self._arrived += 1
         self._drop_unusable(facts, group)
@@ -489,13 +472,17 @@ class LocalReplayBuffer(NotifyingBuffer):
 
         Raises:
             TrainError: The batch is unknown or released, or a field is unknown.
-            FormatError: A group on disk or in a payload store is damaged.
+            FormatError: A group on disk is damaged.
         """
         if ref.id not in self._batches:
             raise TrainError(f"batch {ref.id} is not in the buffer: it was released or never handed out")
         if unknown := [name for name in fields or () if name not in FIELDS]:
             raise TrainError(f"fields holds {unknown[0]!r}; allowed: {', '.join(FIELDS)}")
-        groups = await self._store.fetch([facts.id for facts in self._batches[ref.id]], fields)
+        groups = []
+        for facts in self._batches[ref.id]:
+            groups.append(self._store.get(facts.id))
+            # Reading is slow: let rollouts run in between.
+            await asyncio.sleep(0)
         if fields is None:
             return groups
         return [
@@ -517,7 +504,6 @@ class LocalReplayBuffer(NotifyingBuffer):
         for facts in self._batches.pop(ref.id, ()):
             if facts.partition == "train" and facts.uses + 1 < max_uses:
                 ready[facts.id] = replace(facts, uses=facts.uses + 1)
-                self._store.keep(facts.id)
             else:
                 self._store.forget(facts.id)
         if not max_uses:

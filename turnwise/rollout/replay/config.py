@@ -18,11 +18,10 @@ from pydantic import Field, model_validator
 
 from turnwise.config import Section, shorthand
 from turnwise.errors import ConfigError, RegistryError, user_code
-from turnwise.plugins import check_contract, find_class, load_class_from_fqn, load_object, references, registering
+from turnwise.plugins import check_contract, find_class, load_class_from_fqn, registering
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.group_store import PayloadStore, TransferQueueConfig
 from turnwise.rollout.replay.strategies import (
     Bounded,
     Fifo,
@@ -70,9 +69,6 @@ class ReplayConfig(Section):
             arguments as ``{name: ..., config: {...}}``.
         memory_mb: Memory for waiting groups, in units of 2**20 bytes; beyond it the oldest are read from disk. The
             batch in training comes on top.
-        backend: Where finished groups wait: ``local`` is the memory of the trainer, ``transfer_queue`` the storage
-            processes of a TransferQueue. The journal is the same.
-        transfer_queue: Settings of the latter.
     """
 
     strategy: Annotated[NamedConfig | None, shorthand("name")] = None
@@ -86,15 +82,9 @@ class ReplayConfig(Section):
     buffer: Annotated[NamedConfig | None, shorthand("name")] = None
     filter_groups: FilterGroupsConfig | None = None
     memory_mb: PositiveInt = 1024
-    backend: Literal["local", "transfer_queue"] = "local"
-    transfer_queue: TransferQueueConfig = TransferQueueConfig()
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:
-        if self.backend == "local" and self.transfer_queue != TransferQueueConfig():
-            raise ValueError(
-                "transfer_queue is given, but backend is 'local': set replay.backend to 'transfer_queue', or remove it"
-            )
         if self.strategy is None or self.strategy.name not in STRATEGIES:
             return self
         name = self.strategy.name
@@ -272,25 +262,10 @@ def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
 
     Raises:
         ConfigError: One of them cannot be used.
-        MissingExtraError: The backend's package is not installed.
     """
     make_strategy(config, facts)
-    make_payloads(config)
     if config.buffer is not None:
         custom_buffer_class(config.buffer.name)
-
-
-def make_payloads(config: ReplayConfig) -> PayloadStore | None:
-    """Return the store of the configured backend, which is not started yet; None for this process's memory.
-
-    Raises:
-        MissingExtraError: Its package is not installed.
-    """
-    if config.backend == "local":
-        return None
-    store_class: Any = load_object(references("payload_stores")[config.backend], "payload store")
-    store: PayloadStore = store_class(config.transfer_queue)
-    return store
 
 
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> LocalReplayBuffer:
@@ -302,7 +277,6 @@ def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None =
         "filter_metric": None if config.filter_groups is None else config.filter_groups.metric,
         "tail": facts.tail,
         "memory_mb": config.memory_mb,
-        "payloads": make_payloads(config),
     }
     if config.buffer is None:
         return LocalReplayBuffer(**arguments)

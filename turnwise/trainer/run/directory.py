@@ -61,7 +61,7 @@ _FREE_SECTIONS = (
     *("inference", "placement", "ray", "layout", "loggers", "custom"),
 )
 _FREE_KEYS: dict[str, Any] = {
-    "replay": {"memory_mb", "backend", "transfer_queue"},
+    "replay": {"memory_mb"},
     "batch": {"max_tokens_per_micro_batch"},
     "rollout": {
         **dict.fromkeys(("concurrency", "retries", "gateway", "address"), True),
