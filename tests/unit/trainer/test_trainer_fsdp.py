@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 from support.engine.families import FAMILIES, save_family
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
@@ -26,6 +28,7 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLConfig
 from turnwise.trainer.algorithms.losses.core import LossSums
+from turnwise.trainer.algorithms.losses.policy import ppo_clip_loss
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
@@ -351,6 +354,24 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
         opened(one, tmp_path / "2" / "critic")
     with pytest.raises(TrainError, match="has values, and no log-probabilities"):
         resumed_critic.learner.logprobs(batches())
+
+
+def loss_after_compiled_blocks(*arguments: Any, **keywords: Any) -> LossSums:
+    if dist.is_initialized():
+        assert counters["stats"]["unique_graphs"] > 0, "a rank computed its blocks as they are"
+    return ppo_clip_loss(*arguments, **keywords)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_compiled_blocks_on_ranks_equal_one_process(model: Path, two: WarmRanks) -> None:
+    """Rows of several sizes, padded to one; a rank without a micro-batch computes an idle one."""
+    compiled = {"optimizations": ["compile"], "gradient_checkpointing": True}
+    one = open_learner(policy(model, optim=SHOWS_GRADIENTS), 9)
+    sharded = FSDPLearner(two, policy(model, optim=SHOWS_GRADIENTS, model=compiled), 9)
+    objective = PolicyObjective(ConfiguredFunction("compiled", loss_after_compiled_blocks, {}))
+    for micro_batches in (batches(), batches(100, shared=3)):
+        assert_equal_gradients((one, sharded), micro_batches, objective)
 
 
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:

@@ -231,6 +231,6 @@ def test_bfloat16_weights_are_float32_again_after_a_failed_pass() -> None:
 
 
 def test_the_engine_fsdp_names_optimizations_that_it_lacks(model_dir: Callable[..., Path]) -> None:
-    config: dict[str, Any] = {"path": model_dir(), "device": "cpu", "optimizations": ["bfloat16_weights"]}
+    config: dict[str, Any] = {"path": model_dir(), "device": "cpu", "optimizations": ["compile", "bfloat16_weights"]}
     with pytest.raises(TrainError, match=r"optimizations has bfloat16_weights.*mixed_precision"):
         check_sharding(PolicyConfig.model_validate({"model": config, "engine": "fsdp"}), {})

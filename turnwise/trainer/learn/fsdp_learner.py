@@ -55,10 +55,10 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
             f"policies.main.model.path is {config.model.path}, a vision-language model, which the engine fsdp does not "
             "shard: choose the engine torch"
         )
-    if names := [name for name in config.model.optimizations or () if name != "bfloat16_base"]:
+    if names := [name for name in config.model.optimizations or () if name not in ("bfloat16_base", "compile")]:
         raise TrainError(
-            f"policies.main.model.optimizations has {names[0]}, but the engine fsdp has only bfloat16_base of them: "
-            f"remove it (its bfloat16 weights are {_KEY}.mixed_precision), or choose the engine torch"
+            f"policies.main.model.optimizations has {names[0]}, but the engine fsdp has only bfloat16_base and compile "
+            f"of them: remove it (its bfloat16 weights are {_KEY}.mixed_precision), or choose the engine torch"
         )
     if config.critic is not None and config.critic.kind == "shared":
         raise TrainError(

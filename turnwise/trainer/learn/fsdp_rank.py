@@ -64,7 +64,7 @@ from turnwise.trainer.learn.torch_learner import (
 )
 from turnwise.trainer.model.blocks import prepare_layers
 from turnwise.trainer.model.lora import bare, halve_base
-from turnwise.trainer.model.optimizations import holds_bfloat16
+from turnwise.trainer.model.optimizations import choose_optimizations, holds_bfloat16
 from turnwise.trainer.model.policy import Policy, empty_model, loading, wrap_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.shards import (
@@ -503,12 +503,10 @@ def _load(
     with _together(path):
         base, adapters = adapter_chain(path)
         policy = wrap_model(empty_model(path), path, model.compute_dtype, model.lora)
-        if trained and model.gradient_checkpointing:
-            prepare_layers(policy.model, checkpointing=model.gradient_checkpointing, compiled=False)
         computed = "bfloat16" if sharding.mixed_precision else model.compute_dtype
         obstacle = base_obstacle(path, adapted=policy.lora is not None, compute_dtype=computed)
         if holds_bfloat16(model.optimizations, torch.device(device), obstacle):
-            policy.optimizations = frozenset({"bfloat16_base"})
+            policy.optimizations |= {"bfloat16_base"}
             halve_base(policy.model)
         if policy.lora is not None:
             if policy.lora.served_merged and sharding.expert_parallel > 1:
@@ -534,6 +532,13 @@ def _load(
     with in_step(allowed=TrainError), torch.no_grad():
         root(None)
         root.reshard()
+    obstacle = "ranks share each sequence" if sharding.sequence_parallel > 1 else None
+    obstacle = "the model has experts" if policy.routers is not None else obstacle
+    names = [name for name in model.optimizations or () if trained and name == "compile"]
+    policy.optimizations |= choose_optimizations(names, torch.device(device), computed, obstacle)
+    compiled = "compile" in policy.optimizations
+    if trained and (model.gradient_checkpointing or compiled):
+        prepare_layers(policy.model, checkpointing=model.gradient_checkpointing, compiled=compiled)
     keep_freed_memory()
     return root, trained_module
 
