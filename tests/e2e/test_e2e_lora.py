@@ -58,3 +58,18 @@ def test_adapters_are_merged_only_where_nothing_is_rounded_away(
     # The factors alone are sent, as they are; the trainer computes in float32.
     assert 0 < steps[-1]["gap/mean"] < 0.05
     assert audit_run(tmp_path / "run", console=silent()).sound
+
+
+@pytest.mark.long
+def test_what_quantized_matrices_leave_between_trainer_and_servers_is_reported(
+    lookup_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    model = {"lora": {"rank": 4}, "optimizations": ["nf4_base"]}
+    config = train_config(lookup_model, tmp_path, steps=2, policies={"main": {"model": model}})
+    run_train(config, console=silent())
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    # Servers have the model as it is.
+    assert all(1e-3 < step["gap/max"] < 2.0 for step in steps), steps
+    assert steps[0]["sync/bytes"] < 100_000
+    assert audit_run(tmp_path / "run", console=silent()).sound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -26,9 +27,19 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 Optimization: TypeAlias = Literal[
-    "varlen", "compile", "fused_loss", "bfloat16_weights", "bfloat16_base", "offload_activations", "release_gradients"
+    "varlen",
+    "compile",
+    "fused_loss",
+    "bfloat16_weights",
+    "bfloat16_base",
+    "nf4_base",
+    "offload_activations",
+    "release_gradients",
 ]
 """A form of a train step that takes less time or memory (:attr:`ModelConfig.optimizations`)."""
+
+BASES: Final[frozenset[Optimization]] = frozenset({"bfloat16_base", "nf4_base"})
+"""Those that hold frozen matrices under adapters in fewer bits."""
 
 MACHINE_OF_MODEL: Final = frozenset({"device", "threads", "gradient_checkpointing", "optimizations"})
 """Keys of :class:`ModelConfig` that say how is computed, not what is learned: a resumed run may change them."""
@@ -79,9 +90,10 @@ class ModelConfig(Section):
             share no prefix; ``compile`` layers by torch.compile, rows padded to a few sizes; ``fused_loss`` compiled
             log-probabilities; ``bfloat16_weights`` bfloat16 copies of the weights and bfloat16 states between layers;
             ``bfloat16_base``
-            frozen matrices under adapters in the bfloat16 of their file; ``offload_activations`` activations in main
-            memory until the backward pass; ``release_gradients`` each parameter updated within it, in steps of one
-            micro-batch. What device, type or model do not have is left out, with a line in the log. By default
+            frozen matrices under adapters in the bfloat16 of their file, ``nf4_base`` in four bits;
+            ``offload_activations`` activations in main memory until the backward pass; ``release_gradients`` each
+            parameter updated within it, in steps of one micro-batch. What device, type or model do not have is left
+            out, with a line in the log; ``nf4_base``, which changes what is computed, is refused. By default
             ``varlen``, ``fused_loss`` and ``bfloat16_base`` on a GPU, none on a CPU.
     """
 
@@ -98,6 +110,11 @@ class ModelConfig(Section):
     def continues_adapter(self) -> bool:
         """Whether training starts from a saved adapter, so that ``path`` is not the initial policy."""
         return self.lora is not None and self.lora.path is not None
+
+    def without_adapters(self, path: Path) -> Self:
+        """Return the section of a model in another directory, all of whose weights are trained or none."""
+        names = self.optimizations and [name for name in self.optimizations if name not in BASES]
+        return self.model_copy(update={"path": path, "lora": None, "optimizations": names})
 
 
 class MuonConfig(Section):

@@ -187,7 +187,7 @@ def _open_learner(config: PolicyConfig, learner: Learner, total_steps: int, dire
         return ValueLearner(learner.policy, critic_config, total_steps, None)
     path = critic.path or config.model.path
     check_same_vocabulary(directory or path, config.model.path, KEY)
-    model = config.model.model_copy(update={"path": path, "lora": None})
+    model = config.model.without_adapters(path)
     critic_config = critic_config.model_copy(update={"model": model})
     if isinstance(learner, ModelHost):
         return learner.second_model(critic_config, total_steps, model_path=directory, values=True)

@@ -33,6 +33,7 @@ from turnwise.errors import CheckpointError, FormatError, TrainError, requires_e
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.model.nf4 import is_nf4
 
 _RANK = 16
 _LEAST_SHARE = 0.5
@@ -116,7 +117,7 @@ class LoRA:
     def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Return a tensor of the bare model in float32, the adapter merged; ``gathered`` makes whole ones of shards."""
         base = gathered(tensor)
-        base = base.float() if base.dtype == torch.bfloat16 else base
+        base = base.to(torch.float32) if base.dtype == torch.bfloat16 or is_nf4(base) else base
         layer = self._stacks.get(name) or self._layers.get(name.removesuffix(".weight"))
         return base if layer is None else merged(base, *_factors(layer, gathered), self.info.scale)
 
@@ -370,7 +371,7 @@ def _compute(layer: Any, rows: Tensor) -> Tensor:
     """Return what peft's layer does; in fewer bits than float32 as servers do, rounded with the adapter's change."""
     base = layer.base_layer
     exact = base.weight.dtype == torch.float32 and not torch.is_autocast_enabled(rows.device.type)
-    if exact or layer.disable_adapters:
+    if exact or layer.disable_adapters or is_nf4(base.weight):
         output: Tensor = type(layer).forward(layer, rows)
         return output
     change = layer.lora_B[_NAME](layer.lora_A[_NAME](rows)) * layer.scaling[_NAME]

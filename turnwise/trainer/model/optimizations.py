@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from turnwise.engine.accelerator import has_kernels, on_cpu
-from turnwise.trainer.config.policy import Optimization
+from turnwise.trainer.config.policy import BASES, Optimization
 from turnwise.trainer.model.attention import varlen_obstacle
 
 _INSTEAD: dict[Optimization, str] = {
@@ -61,7 +61,7 @@ def choose_optimizations(
 ) -> frozenset[Optimization]:
     """Return those of the configured optimizations that can be used; a line in the log names each of the others.
 
-    For ``bfloat16_base``, which loading needs to know, ask :func:`holds_bfloat16`.
+    For ``bfloat16_base``, which loading needs to know, ask :func:`holds_bfloat16`; loading reads ``nf4_base`` itself.
 
     Args:
         configured: Their names; None for ``varlen`` (in bfloat16) and ``fused_loss`` on a GPU, and none on a CPU.
@@ -69,7 +69,7 @@ def choose_optimizations(
         compute_dtype: Type of its matrix products.
         uncompiled: Why its layers cannot be compiled.
     """
-    names: Sequence[Optimization] = [name for name in configured or () if name != "bfloat16_base"]
+    names: Sequence[Optimization] = [name for name in configured or () if name not in BASES]
     if configured is None and not on_cpu(device):
         names = ("varlen", "fused_loss") if compute_dtype == "bfloat16" else ("fused_loss",)
     obstacles = {name: _obstacle(name, device, compute_dtype, uncompiled) for name in names}
@@ -80,9 +80,12 @@ def choose_optimizations(
 
 
 def holds_bfloat16(configured: Sequence[Optimization] | None, device: torch.device, obstacle: str | None) -> bool:
-    """Return whether frozen matrices are held in bfloat16; by default where nothing stands against it on a GPU."""
-    chosen = not on_cpu(device) if configured is None else "bfloat16_base" in configured
-    if chosen and configured is not None and obstacle is not None:
+    """Return whether frozen matrices are held in bfloat16; by default where nothing stands against it on a GPU.
+
+    With ``nf4_base`` those that are not quantized are.
+    """
+    chosen = not on_cpu(device) if configured is None else not BASES.isdisjoint(configured)
+    if obstacle is not None and "bfloat16_base" in (configured or ()):
         _warn("bfloat16_base", obstacle)
     return chosen and obstacle is None
 

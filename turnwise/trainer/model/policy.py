@@ -36,6 +36,7 @@ from turnwise.trainer.model.checks import check_exact, check_packable
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
 from turnwise.trainer.model.lora import LoRA, attach, halve_base
+from turnwise.trainer.model.nf4 import check_adapted, quantize_base
 from turnwise.trainer.model.optimizations import bfloat16_weights, choose_optimizations, holds_bfloat16, offloading
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.shards import base_obstacle, read_shards
@@ -411,6 +412,31 @@ def load_model(
             f"model.path is {str(path)!r}, which is not a directory of a Hugging Face model (no config.json)"
         )
     path, device = Path(path), torch.device(device)
+    policy = _read_policy(path, device, compute_dtype, lora, optimizations)
+    model = policy.model
+    model.to(device)
+    if exact:
+        policy.substitute_operations()
+    policy.check()
+    if freeze_vision:
+        _freeze_vision(model)
+    mixed = "the model takes images" if policy.vision else "the model has experts" if policy.routers else None
+    policy.optimizations |= choose_optimizations(optimizations, policy.device, compute_dtype, mixed)
+    if gradient_checkpointing or "compile" in policy.optimizations:
+        prepare_layers(model, checkpointing=gradient_checkpointing, compiled="compile" in policy.optimizations)
+    return policy
+
+
+def _read_policy(
+    path: Path,
+    device: torch.device,
+    compute_dtype: ComputeDtype,
+    lora: LoRAConfig | None,
+    optimizations: Sequence[Optimization] | None,
+) -> Policy:
+    """Read a model into main memory, its frozen matrices in the bits that they are held in; arguments as load_model."""
+    if quantized := "nf4_base" in (optimizations or ()):
+        check_adapted(lora is not None)
     with loading(path):
         obstacle = base_obstacle(path, adapted=lora is not None, compute_dtype=compute_dtype)
         if takes_images(path):
@@ -426,16 +452,10 @@ def load_model(
     if half:
         policy.optimizations = frozenset({"bfloat16_base"})
         _read_half(policy)
-    model.to(device)
-    if exact:
-        policy.substitute_operations()
-    policy.check()
-    if freeze_vision:
-        _freeze_vision(model)
-    mixed = "the model takes images" if policy.vision else "the model has experts" if policy.routers else None
-    policy.optimizations |= choose_optimizations(optimizations, policy.device, compute_dtype, mixed)
-    if gradient_checkpointing or "compile" in policy.optimizations:
-        prepare_layers(model, checkpointing=gradient_checkpointing, compiled="compile" in policy.optimizations)
+    if quantized:
+        # On its device there are never more bits.
+        quantize_base(policy.model, served_merged=policy.served_lora is None)
+        policy.optimizations |= {"nf4_base"}
     return policy
 
 

@@ -84,7 +84,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         steps = config.steps_over(len(pairs), config.pairs)
         learner = judge = open_learner(config.policy, steps)
         if config.reference is not None:
-            model = config.model.model_copy(update={"path": config.reference, "lora": None})
+            model = config.model.without_adapters(config.reference)
             judge = open_learner(config.policy.model_copy(update={"model": model}), steps)
         reference = reference_sums(judge, pairs, config)
         del judge

@@ -11,11 +11,12 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
 from turnwise.inference.vllm import adapter_room, kv_bytes
 from turnwise.placement.devices import CPU
-from turnwise.trainer.config.policy import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import BASES, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.adamw import BLOCK
 from turnwise.trainer.learn.learner import chosen_engine
 from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.model.nf4 import nf4_bytes
 from turnwise.trainer.scale.shape import ModelShape
 from turnwise.trainer.weight_sync import TRANSPORTS, serves_by_name, weight_dtype
 
@@ -131,12 +132,17 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
     al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state, and
-    frozen matrices take half where they are held in bfloat16. Released gradients are there for a layer at a time, and
-    for the output matrix, which has a second one at the end where it is the embedding too.
+    frozen matrices take half where they are held in bfloat16, an eighth in four bits (``nf4_base``). Released gradients
+    are there for a layer at a time, and for the output matrix, which has a second one at the end where it is the
+    embedding too.
     """
     lora = policy.model.lora
     trained, state = float(shape.parameters), float(optimizer_bytes(shape, policy.optim))
-    weights = 4 * shape.parameters - 2 * _half_matrices(shape, policy.model, sharding)
+    half = _half_matrices(shape, policy.model, sharding)
+    weights = 4.0 * shape.parameters - 2 * half
+    if "nf4_base" in (policy.model.optimizations or ()):
+        quantized = sum(shape.linear_sizes.values())
+        weights -= (2 if half else 4) * quantized - nf4_bytes(quantized)
     if lora is not None:
         trained = shape.adapter_parameters(_rank(lora), lora.targets)
         # Both factors are matrices.
@@ -152,10 +158,10 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
 
 
 def _half_matrices(shape: ModelShape, model: ModelConfig, sharding: Sharding) -> int:
-    """Return the numbers of frozen matrices that the trainer holds in bfloat16 (``bfloat16_base``)."""
+    """Return the numbers of frozen matrices that the trainer reads in bfloat16 (``bfloat16_base``)."""
     computed = "bfloat16" if sharding.mixed_precision else model.compute_dtype
     stored = served_dtype(model_under(model.path), "auto")
-    chosen = model.device != CPU if model.optimizations is None else "bfloat16_base" in model.optimizations
+    chosen = model.device != CPU if model.optimizations is None else not BASES.isdisjoint(model.optimizations)
     if model.lora is None or not chosen or (computed, stored) != ("bfloat16", "bfloat16"):
         return 0
     return shape.layer_matrices + shape.embeddings - shape.hidden * shape.vocabulary
