@@ -36,9 +36,12 @@ FOREIGN_STAMPS := .venv-foreign-games/.turnwise-installed .venv-foreign-gem/.tur
 # Beside the package's own environment, which has all else that they need.
 LANGCHAIN_SUITES ?= langchain-tests==1.1.9 syrupy==5.5.3 vcrpy==8.5.0 pytest-recording==0.14.1 pytest-benchmark==5.3.1 pytest-codspeed==5.0.4 pytest-socket==0.8.1 wrapt==2.5.2 py-cpuinfo==9.0.0
 LANGCHAIN_SUITES_DIR := .cache/langchain-tests
+# Where it is installed transformers imports it in every process, and it warns of what it cannot load: beside, too.
+TORCHAO ?= torchao==0.18.0
+TORCHAO_DIR := .cache/torchao
 AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
-FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed $(FOREIGN_STAMPS)
+FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed $(TORCHAO_DIR)/.turnwise-installed $(FOREIGN_STAMPS)
 # What drives Chromium through the report.
 BROWSER ?= playwright-core@1.65.1
 BROWSER_DIR := .cache/browser
@@ -206,6 +209,10 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 
 $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
+	@touch $@
+
+$(TORCHAO_DIR)/.turnwise-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TORCHAO_DIR) $(TORCHAO)
 	@touch $@
 
 $(BROWSER_DIR)/.turnwise-installed: | real-needs
