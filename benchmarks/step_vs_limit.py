@@ -155,13 +155,13 @@ def prepare(workload: Workload) -> tuple[Callable[[], object], int, dict[str, in
     from turnwise.trainer.config.train import BatchConfig
     from turnwise.trainer.learn.torch_learner import TorchLearner
     from turnwise.trainer.learn.update import update_policy
-    from turnwise.trainer.model.policy import Policy, check_packable
+    from turnwise.trainer.model.policy import Policy
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**workload.model)).eval()
-    check_packable(model)
     # Nothing is read from or written to the model's directory here.
     policy = Policy(model, source=Path(tempfile.gettempdir()))
+    policy.check()
     config = PolicyConfig.model_validate({"model": {"path": tempfile.gettempdir()}})
     learner = TorchLearner(policy, config, total_steps=10_000)
     rows = make_rows(workload)
