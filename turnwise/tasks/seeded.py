@@ -21,9 +21,9 @@ def check_split(env: str, split: object) -> None:
         raise TaskError(f"{env} has no split {shown(split)}: {', '.join(SPLITS)}")
 
 
-def in_split(split: str, *drawn: str | int) -> bool:
-    """Whether what was drawn is of a split: about a quarter of all is of ``test``."""
-    return (stable_hash(*drawn) % 4 == 0) == (split == "test")
+def in_split(split: str, *key: str | int) -> bool:
+    """Whether a key of draws is of a split: about a quarter of all is of ``test``."""
+    return (stable_hash(*key) % 4 == 0) == (split == "test")
 
 
 def source(n: int, name: str) -> str:

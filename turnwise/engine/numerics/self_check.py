@@ -53,25 +53,25 @@ class Part:
     positions: slice
 
 
-def first_variant(model: nn.Module, whole: Callable[[], Tensor], parts: Sequence[Part]) -> str | None:
+def first_variant(model: nn.Module, run_alone: Callable[[], Tensor], parts: Sequence[Part]) -> str | None:
     """Return the first operation whose result for a token depends on what is computed beside it.
 
     Args:
         model: The model that the passes call.
-        whole: The pass of a sequence alone; returns its logits.
+        run_alone: The pass of a sequence alone; returns its logits.
         parts: Others, in order: they may read what those before them left.
 
     Returns:
         The module and its operation in words; None where all logits are equal, bit for bit.
     """
     with _VectorTails() as tails:
-        expected = whole()
+        expected = run_alone()
     if tails.names:
         return f"the function {tails.names[0]}"
     if all(torch.equal(part.run()[part.tokens], expected[part.positions]) for part in parts):
         return None
     names = {module: name for name, module in model.named_modules()}
-    reference = _traced(model, whole)
+    reference = _traced(model, run_alone)
     variants: list[tuple[int, str]] = []
     for part in parts:
         traced = _traced(model, part.run)

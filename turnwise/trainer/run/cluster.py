@@ -44,11 +44,11 @@ def cluster_needs(config: TrainConfig) -> Needs:
 def _rank_groups(options: Mapping[str, Any]) -> Iterator[int]:
     """Yield the sizes of the groups of ranks that exchange in each layer; none where this process computes."""
     size = math.lcm(*(int(options.get(name, 1)) for name in ("sequence_parallel", "expert_parallel")))
-    left = int(options.get("ranks", 0))
-    while left > 0:
+    ungrouped = int(options.get("ranks", 0))
+    while ungrouped > 0:
         # What does not divide the ranks is refused by their engine.
-        yield min(size, left)
-        left -= size
+        yield min(size, ungrouped)
+        ungrouped -= size
 
 
 def placement_text(config: TrainConfig) -> str:

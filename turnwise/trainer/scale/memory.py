@@ -194,8 +194,8 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, toke
     if model.lora is not None and shape.adapts_experts(model.lora.targets):
         # With their adapters, kept for the backward pass or computed again there.
         layers = 1 if model.gradient_checkpointing is True else shape.layers
-        kept = 2 if _half_matrices(shape, model, sharding) else 4
-        yield "merged experts", kept * shape.expert_matrices * layers / shape.layers
+        number_bytes = 2 if _half_matrices(shape, model, sharding) else 4
+        yield "merged experts", number_bytes * shape.expert_matrices * layers / shape.layers
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
     tokens_of_rank = -(-tokens // sharding.sequence_parallel)
     yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
@@ -277,8 +277,8 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     """
     sharding = sharding_of(config.policy)
     model, tokens = config.policy.model, config.batch.micro_batch
-    kept = model.model_copy(update={"optimizations": []})
-    sizes = [activation_bytes(shape, one, tokens, model.gradient_checkpointing) for one in (kept, model)]
+    plain = model.model_copy(update={"optimizations": []})
+    sizes = [activation_bytes(shape, one, tokens, model.gradient_checkpointing) for one in (plain, model)]
     if sizes[0] > sizes[1]:
         yield "activations until the backward pass", sizes[0] - sizes[1]
     if config.policy.weight_transport.name == "shared_memory":
