@@ -71,14 +71,14 @@ def sampler(model: Path, side: str, settings: dict[str, Any]) -> tuple[Callable[
 
     def sample() -> Sample:
         rows.clear()
-        with measured() as taken:
+        with measured() as sample_cost:
             for number, (name, prompt) in enumerate(prompts.items()):
                 params = SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True)
                 engine.submit(Generation(id=name, prompt=np.asarray(prompt, np.int32), params=params))
             while engine.step():
                 pass
-        taken.values["tokens"] = float(len(rows) * tokens)
-        return taken
+        sample_cost.values["tokens"] = float(len(rows) * tokens)
+        return sample_cost
 
     return sample, rows
 
@@ -100,10 +100,10 @@ def stepper(trained: TorchLearner, settings: dict[str, Any]) -> Callable[[], Sam
     rows = rows_of(groups(0, settings)[:1])
 
     def step() -> Sample:
-        with measured() as taken:
+        with measured() as sample_cost:
             metrics = update_policy(trained, rows, AlgorithmConfig(old_logprobs="recompute"), batch, seed=0)
-        taken.values["grad_norm"] = metrics["train/grad_norm"]
-        return taken
+        sample_cost.values["grad_norm"] = metrics["train/grad_norm"]
+        return sample_cost
 
     return step
 
@@ -132,14 +132,14 @@ def main() -> None:
     learners = {side: learner(model, side) for side in SIDES}
     compared = check_bits(learners["exact"], rows)
     steps = interleave({side: stepper(trained, settings) for side, trained in learners.items()}, 1 + arguments.repeats)
-    for number, taken in enumerate(zip(*steps.values(), strict=True)):
-        norms = [sample.values["grad_norm"] for sample in taken]
+    for number, samples in enumerate(zip(*steps.values(), strict=True)):
+        norms = [sample.values["grad_norm"] for sample in samples]
         if max(norms) > 1.01 * min(norms):
             raise SystemExit(f"step {number}: gradient norms differ, so the sides did not compute the same: {norms}")
     warm = {
-        f"{name} {side}": taken[1:]
+        f"{name} {side}": samples[1:]
         for name, kind in (("sampling", sampling), ("step", steps))
-        for side, taken in kind.items()
+        for side, samples in kind.items()
     }
     report(
         {

@@ -213,8 +213,8 @@ def test_a_changed_bit_of_one_weight_changes_logprobs() -> None:
 def test_gradients_are_those_of_the_default_to_rounding_and_of_checkpointing_to_the_bit(family: str) -> None:
     sampler, draw = Sampler(family), np.random.default_rng(0)
     common = draw.integers(3, VOCABULARY, 10)
-    for own in (10, 10, 15):
-        sampler.submit(np.concatenate([common, draw.integers(3, VOCABULARY, own)]), 20, 1.0)
+    for length in (10, 10, 15):
+        sampler.submit(np.concatenate([common, draw.integers(3, VOCABULARY, length)]), 20, 1.0)
     sampler.drain()
     gradients = []
     exact = {"exact": True}

@@ -81,10 +81,10 @@ def test_gradients_of_factors_are_those_of_the_experts_matrices(
     (-scores.sum()).backward()
     rank, experts, scale = 3, 4, 2.0
     # The second parameter of the module is the outer one of peft's two layers.
-    for name, place in (("down_proj", ""), ("gate_up_proj", ".base_layer")):
+    for name, wrapper in (("down_proj", ""), ("gate_up_proj", ".base_layer")):
         gradient = plain.get_parameter(f"model.layers.1.mlp.experts.{name}").grad
         assert gradient is not None
-        layer = learner.policy.model.get_submodule(f"model.layers.1.mlp.experts{place}")
+        layer = learner.policy.model.get_submodule(f"model.layers.1.mlp.experts{wrapper}")
         down, up = (factor["default"].weight for factor in (layer.lora_A, layer.lora_B))
         expected_down, expected_up = torch.zeros_like(down), torch.zeros_like(up)
         for expert in range(experts):

@@ -110,8 +110,8 @@ def test_gradients_are_never_there_together(model_dir: Callable[..., Path], row:
         learner = TorchLearner(policy, config, total_steps=10)
         update_policy(learner, rows_of(row), AlgorithmConfig(), BatchConfig(), seed=0)
         peaks.append(max(sizes))
-    whole = sum(parameter.nbytes for parameter in parameters)
-    assert peaks == [whole, max(parameter.nbytes for parameter in parameters)]
+    all_bytes = sum(parameter.nbytes for parameter in parameters)
+    assert peaks == [all_bytes, max(parameter.nbytes for parameter in parameters)]
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing(model_dir: Callable[..., Path], row: Row) -> None:
