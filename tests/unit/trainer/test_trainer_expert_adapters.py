@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from support.engine.families import save_family
 from support.engine.scores import served_logprobs
+from support.trainer.adapter_steps import logprobs, trained
 from support.trainer.lookup_run import train_config
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import read_adapter
@@ -22,7 +23,7 @@ from turnwise.errors import ConfigError, FormatError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.core import TrainRow
-from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.model.policy import load_model, try_adapters
 from turnwise.trainer.run.export import export_model
@@ -45,17 +46,6 @@ def rows(row: Row) -> list[TrainRow]:
 def learner_of(base: Path, model: dict[str, Any] | None = None, **lora: Any) -> Any:
     section = {"path": base, "device": "cpu", "lora": {"rank": 3, **lora}, **(model or {})}
     return open_learner(PolicyConfig.model_validate({"model": section, "optim": {"lr": 2e-2}}), 100)
-
-
-def trained(learner: Learner, rows: list[TrainRow], steps: int = 2) -> Learner:
-    for _ in range(steps):
-        learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0)
-        learner.optim_step()
-    return learner
-
-
-def logprobs(learner: Any, rows: list[TrainRow]) -> torch.Tensor:
-    return torch.cat(learner.logprobs(pack(rows, 1000)))
 
 
 def plain_logprobs(model: Any, rows: list[TrainRow]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from support.engine.families import save_family
 from support.engine.scores import served_logprobs
 from support.engine.tiny_lm import make_model, save_model
+from support.trainer.adapter_steps import logprobs, trained
 from turnwise.engine.capacity import serves_float32
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, base_digests, is_adapter, model_under, read_adapter
@@ -24,7 +25,7 @@ from turnwise.errors import CheckpointError, FormatError, InferenceError, TrainE
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.core import TrainRow
-from turnwise.trainer.learn.learner import Learner, open_learner
+from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.model.policy import load_model, try_adapters
 from turnwise.trainer.run.export import export_model
@@ -46,17 +47,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learner_of(base: Path, lora: dict[str, Any] | None = None, **model: Any) -> Any:
     section = {"path": base, "device": "cpu", "lora": {"rank": 4, **(lora or {})}, **model}
     return open_learner(PolicyConfig.model_validate({"model": section, "optim": {"lr": 2e-2}}), 100)
-
-
-def trained(learner: Learner, rows: list[TrainRow], steps: int = 2) -> Learner:
-    for _ in range(steps):
-        learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0)
-        learner.optim_step()
-    return learner
-
-
-def logprobs(learner: Any, rows: list[TrainRow]) -> torch.Tensor:
-    return torch.cat(learner.logprobs(pack(rows, 1000)))
 
 
 @pytest.fixture

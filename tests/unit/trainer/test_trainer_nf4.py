@@ -13,6 +13,7 @@ import torch
 from support.engine.families import save_family
 from support.engine.scores import served_logprobs
 from support.engine.tiny_lm import make_model, save_model
+from support.trainer.adapter_steps import logprobs
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.errors import MissingExtraError, TrainError
 from turnwise.trainer.batch.packing import pack
@@ -54,10 +55,6 @@ def step(learner: Any, rows: list[TrainRow]) -> float:
     loss: float = learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0).loss
     learner.optim_step()
     return loss
-
-
-def logprobs(learner: Any, rows: list[TrainRow]) -> torch.Tensor:
-    return torch.cat(learner.logprobs(pack(rows, 1000)))
 
 
 def linear_layers(learner: Any) -> dict[str, torch.nn.Linear]:
