@@ -7,8 +7,6 @@
 3. Before, in between and after, it plays held-out games against two players that are not trained: one that moves at
    random, and one that is perfect.
 
-With ``--also league.yaml`` the opponent is one of the last three versions of the policy instead of its present one.
-
 ``--smoke`` does all of it with next to no training, in seconds.
 """
 

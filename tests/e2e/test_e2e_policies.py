@@ -1,4 +1,4 @@
-"""Several trained policies in one run, and leagues of past versions: each trained by its own tokens, and audited."""
+"""Several trained policies in one run: each trained by its own tokens, and audited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.export import export_model
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.train import run_train, train
@@ -37,17 +36,6 @@ def two_policies(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "critic_agent": {**policy, "optim": {"lr": 3e-3}, "algorithm": {"advantage_options": {"norm_by_std": False}}},
     }
     return solver_and_critic(runs, policies, **changes)
-
-
-def league_of_two(model: Path, runs: Path, **changes: Any) -> TrainConfig:
-    """Return the configuration of a run in which the solver meets its own past versions as critic."""
-    one = two_policies(model, runs).model_dump(exclude_unset=True)
-    rollout = one["rollout"] | {
-        "roles": {"critic": "rivals"},
-        "frozen": {"rivals": {"league": {"size": 2, "every": 1}}},
-    }
-    policies = {"main": one["policies"]["solver"]}
-    return TrainConfig.model_validate(one | {"policies": policies, "rollout": rollout} | changes)
 
 
 def weights(run: Path, step: int, policy: str) -> dict[str, torch.Tensor]:
@@ -126,38 +114,6 @@ async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
     check_attribution(run_dir)
     assert {row.step for row in read_batches(run_dir / "batches.jsonl").rows} == {1, 2}
     assert audit_files(run_dir).sound
-
-
-@pytest.mark.long
-def test_league_keeps_past_versions_and_episodes_name_the_version_played(lookup_model: Path, tmp_path: Path) -> None:
-    config = league_of_two(lookup_model, tmp_path, steps=2)
-    run_train(config, console=silent())
-    run_train(config.model_copy(update={"steps": 4}), console=silent())
-    run = tmp_path / "run"
-    played = [trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.policy == "rivals"]
-    assert all(trajectory.frozen and trajectory.agent == "critic" for trajectory in played)
-    assert {row.policy for row in read_batches(run / "batches.jsonl").rows} == {"main"}
-    # All episodes of a group meet one version, of the two that the league has at that step.
-    by_group: dict[str, set[int]] = {}
-    for trajectory in played:
-        spans = [version for segment in trajectory.segments for version, _, _ in segment.weight_versions]
-        by_group.setdefault(trajectory.group_id, set()).update(spans)
-    assert all(len(versions) == 1 for versions in by_group.values())
-    met = {version for versions in by_group.values() for version in versions}
-    assert met <= {0, 1, 2, 3}
-    assert len(met) > 1
-    assert load_state(CheckpointStore(run / "checkpoints").path(4)).leagues == {"rivals": [3, 4]}
-    # Those that a checkpoint needs are kept, so that the run can resume from any of them.
-    assert {folder.name for folder in (run / "league" / "rivals").iterdir()} == {
-        f"step_{step:06d}" for step in (1, 2, 3, 4)
-    }
-    records = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
-    assert [record["league/newest/rivals"] for record in records] == [1, 2, 3, 4]
-    assert [record["league/oldest/rivals"] for record in records] == [0, 1, 2, 3]
-    report = audit_run(run, at_most=8, console=silent())
-    assert report.contradictions == []
-    # What past versions sampled is recomputed too.
-    assert report.counts["sampled tokens that cannot be recomputed"] == 0
 
 
 @pytest.mark.long

@@ -41,13 +41,3 @@ def test_example_runs_with_next_to_no_training(example: str, roles: set[str], tm
     assert {row["agent"] for row in rows} == roles
     assert {row["error"] for row in rows} == {None}
     assert audit_files(tmp_path / "smoke").contradictions == []
-
-
-@pytest.mark.long
-def test_the_player_meets_its_past_versions(tmp_path: Path) -> None:
-    run("two_player", tmp_path, "--smoke", "--name", "smoke", "--also", "league.yaml")
-    rows = lines(tmp_path / "smoke" / "trajectories.twz")
-    assert {row["policy"] for row in rows if row["partition"] == "train"} == {"main", "past"}
-    assert {row["policy"] for row in rows if row["partition"] == "val"} >= {"main", "first"}
-    assert {row["error"] for row in rows} == {None}
-    assert audit_files(tmp_path / "smoke").contradictions == []

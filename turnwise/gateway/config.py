@@ -240,22 +240,6 @@ class GatewayConfig(ListenerConfig):
         return server_urls(self.url)
 
 
-class LeagueConfig(Section):
-    """Past versions of a trained policy.
-
-    Attributes:
-        of: The trained policy.
-        size: Versions that are kept, each with a server; then the newest replaces the oldest.
-        every: Train steps between versions. The first is the start model.
-        choose: Which one plays a group of episodes: ``uniform``, drawn from the group's task; or ``latest``.
-    """
-
-    of: str = "main"
-    size: PositiveInt = 3
-    every: PositiveInt = 10
-    choose: Literal["uniform", "latest"] = "uniform"
-
-
 class FrozenConfig(Section):
     """A policy that is not trained.
 
@@ -263,7 +247,6 @@ class FrozenConfig(Section):
         model: Directory of a Hugging Face model, served unless ``url`` is set (then only tokenizer and chat template
             are read).
         start: Use the run's start model (of several policies the first one's), served separately and never synced.
-        league: Use past versions of a trained policy.
         url: A running server, or several (comma-separated); with ``hosted`` the base URL of the endpoint.
         hosted: Makes ``url`` a hosted endpoint without token ids: its trajectories are recorded as text.
         temperature: Sampling temperature; default: the trained policy's, which greedy evaluation sets to 0.
@@ -273,7 +256,6 @@ class FrozenConfig(Section):
 
     model: ConfigPath | None = None
     start: bool = False
-    league: LeagueConfig | None = None
     url: str | None = None
     hosted: HostedConfig | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -282,10 +264,6 @@ class FrozenConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.league is not None:
-            if self.start or self.hosted is not None or self.model is not None or self.url is not None:
-                raise ValueError("league alone: its versions are those of a trained policy, served here")
-            return self
         if self.hosted is not None:
             base_url(self.url)
             if self.model is not None or self.start:
@@ -310,11 +288,6 @@ class FrozenConfig(Section):
         """
         directory = start if self.start else self.model
         where = f"rollout.frozen.{name}"
-        if self.league is not None:
-            raise ConfigError(
-                f"{where}.league holds past versions of a trained policy, but nothing is trained here: name the folder "
-                "of one, in the run's league/, as model"
-            )
         if directory is None:
             raise ConfigError(f"{where}.start: the run has no start model (its endpoint is hosted)")
         if not (directory / "config.json").is_file():

@@ -36,12 +36,10 @@ class WeightTransport(ABC):
 
     Attributes:
         sent_bytes: Bytes of weights sent so far. Unchanged weights add none.
-        keeps_files: Whether a server that restarts can load the last version again by itself.
         device_bytes: What an update takes on each device, beside the weights.
     """
 
     sent_bytes: int = 0
-    keeps_files: ClassVar[bool] = True
     device_bytes: ClassVar[int] = 0
 
     def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:  # noqa: B027 - files reach all
@@ -190,17 +188,14 @@ def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
     return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
 
 
-def open_transport(config: WeightTransportConfig, *, from_folders: bool = False) -> WeightTransport:
-    """Make the configured weight transport; with ``from_folders`` one by files, for weights that are in files already.
+def open_transport(config: WeightTransportConfig) -> WeightTransport:
+    """Make the configured weight transport.
 
     Raises:
         RegistryError: As :func:`chosen_transport`.
         TrainError: There is no room for weights.
     """
     transport: WeightTransport = chosen_transport(config)()
-    if from_folders and not transport.keeps_files:
-        transport.close()
-        return SharedMemoryTransport()
     return transport
 
 

@@ -12,7 +12,6 @@ from support.chat.toy_renderer import ToyRenderer
 from support.doc_pages import blocks, section
 from turnwise.agents.roles import Compare
 from turnwise.envs.registration import register
-from turnwise.gateway.config import LeagueConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeSpec
@@ -47,16 +46,13 @@ async def test_the_environment_that_is_described(answer: str, turns: int, reward
 def test_names_of_table_and_section_exist() -> None:
     table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
-    frozen, _, _, league = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    frozen, _, _ = map(yaml.safe_load, blocks(TEXT, "yaml"))
     config = RolloutConfig.model_validate({"env": {"name": "nim"}, **frozen["rollout"]})
     assert set(config.frozen) == {"past", "judge", "far", "hosted"}
-    past = RolloutConfig.model_validate({"env": {"name": "nim"}, **league["rollout"]}).frozen["past"].league
-    assert past is not None
-    assert past == LeagueConfig()
 
 
 def test_several_policies_as_they_are_configured() -> None:
-    _, several, sharing, _ = map(yaml.safe_load, blocks(TEXT, "yaml"))
+    _, several, sharing = map(yaml.safe_load, blocks(TEXT, "yaml"))
     config, together = (
         TrainConfig.model_validate({
             "name": "r", "steps": 1, **keys, "rollout": {"env": {"name": "nim"}, **keys["rollout"]},

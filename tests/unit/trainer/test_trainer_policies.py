@@ -1,4 +1,4 @@
-"""Several trained policies: what a configuration may say, the roles' policies, and which past version plays a group."""
+"""Several trained policies: what a configuration may say, and the roles' policies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.roles import compared_within, policy_of, role_of
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
-from turnwise.gateway.config import LeagueConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.steps import merge_metrics, policy_metrics
-from turnwise.trainer.run.league import LeagueClient
 from turnwise.trainer.run.policies import check_layout
 
 SOLVER = {"model": {"path": "m"}}
@@ -52,15 +50,6 @@ def config(**changes: Any) -> TrainConfig:
         ({"policies": {}}, "policies holds nothing"),
         ({"policies": {"a/b": SOLVER}}, "should match pattern"),
         ({"inference": {"url": "http://127.0.0.1:1"}}, r"would serve the policies solver and critic_agent"),
-        (
-            {"placement": "ray", "rollout": {"frozen": {"past": {"league": {"of": "solver"}}}}},
-            "placement is ray, whose workers do not know the versions of the league past: set placement to local",
-        ),
-        (
-            {"rollout": {"frozen": {"past": {"league": {"of": "sover"}}}}},
-            r"rollout\.frozen\.past\.league\.of is 'sover', which is not trained",
-        ),
-        ({"rollout": {"frozen": {"past": {"league": {}, "start": True}}}}, "league alone"),
         (
             {"policies": {"solver": {**SOLVER, "algorithm": {"advantage": "gae"}}, "critic_agent": SOLVER}},
             r"needs a critic: give policies\.solver\.critic",
@@ -140,15 +129,3 @@ def test_metrics_of_policies_are_merged_and_logged_by_policy() -> None:
     summed = merge_metrics([merged, policy_metrics({"a": silent, "b": two})])
     assert (summed["policy/a/reward/mean"], summed["policy/a/batch/trained_tokens"]) == (1.0, 10.0)
     assert summed["policy/b/batch/trained_tokens"] == 60.0
-
-
-@given(st.text(min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(["uniform", "latest"]))
-def test_all_sessions_of_a_group_meet_one_version(task: str, size: int, choose: Any) -> None:
-    client = LeagueClient("rivals", LeagueConfig(size=size, choose=choose), [])
-    client.slots = list(range(size))
-    slot = client.slot_of(f"0-train-{task}-e0/0.0")
-    sessions = [f"0-train-{task}-e0/{member}.{attempt}/solver/1" for member in range(3) for attempt in range(2)]
-    # A process that resumes the group asks under its own number, and draws the same.
-    client.slots = client.slots[::-1]
-    assert {client.slot_of(session) for session in [*sessions, f"1-train-{task}-e0/4.0"]} == {slot}
-    assert choose == "uniform" or slot == size - 1

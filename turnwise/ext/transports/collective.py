@@ -81,7 +81,6 @@ class CollectiveTransport(SharedMemoryTransport):
         backend: What moves the bytes.
     """
 
-    keeps_files = False
     backend: ClassVar[str]
 
     def check(self, config: TrainConfig, replicas: Sequence[Replica]) -> None:

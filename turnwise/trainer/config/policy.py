@@ -18,7 +18,6 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.types import StopReason
 
 if TYPE_CHECKING:
-    from turnwise.gateway.config import LeagueConfig
     from turnwise.rollout.config import RolloutConfig
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -356,9 +355,6 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
             f"policies.{shared[0]} and rollout.frozen.{shared[0]} have one name: a policy is trained "
             "or frozen; rename one"
         )
-    for name, frozen in rollout.frozen.items():
-        if frozen.league is not None:
-            _check_league(name, frozen.league, policies)
     for name, policy in policies.items():
         if policy.served_by is not None:
             _check_served_by(name, policy, policies)
@@ -409,11 +405,4 @@ def _check_served_by(name: str, policy: PolicyConfig, policies: Mapping[str, Pol
     if policy.inference is not None:
         raise ValueError(
             f"{key} is {host!r}, but policies.{name}.inference is given: what serves both is policies.{host}.inference"
-        )
-
-
-def _check_league(name: str, league: LeagueConfig, policies: Mapping[str, PolicyConfig]) -> None:
-    if league.of not in policies:
-        raise ValueError(
-            f"rollout.frozen.{name}.league.of is {league.of!r}, which is not trained: name one of {', '.join(policies)}"
         )

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from turnwise.config import ConfigPath, ConfigReference, Section
 from turnwise.evaluation.config import EvalPlan, check_search
-from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import PolicyName, RolloutConfig
@@ -217,10 +216,6 @@ def check_teacher_named(config: TrainConfig) -> None:
             f"algorithm.distill.teacher is {distill.teacher!r}, but rollout.frozen holds "
             f"{', '.join(frozen) or 'nothing'}: add rollout.frozen.{distill.teacher} with model, or url and model"
         )
-    if frozen[distill.teacher].league is not None:
-        raise ValueError(
-            f"algorithm.distill.teacher is {distill.teacher!r}, a league, whose versions change: name one with a model"
-        )
     if frozen[distill.teacher].hosted is not None:
         raise ValueError(
             f"algorithm.distill.teacher is {distill.teacher!r}, a hosted endpoint: it cannot score given ids; name "
@@ -408,11 +403,6 @@ class TrainConfig(Section):
                     f"{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
                     "set placement to local"
                 )
-        if self.leagues:
-            raise ValueError(
-                f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
-                "set placement to local"
-            )
         return self
 
     @model_validator(mode="after")
@@ -456,16 +446,6 @@ class TrainConfig(Section):
             host: (host, *(name for name, policy in self.policies.items() if policy.served_by == host))
             for host in hosts
         }
-
-    @property
-    def leagues(self) -> dict[str, FrozenConfig]:
-        """The frozen policies that are past versions of a trained one."""
-        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is not None}
-
-    @property
-    def other_frozen(self) -> dict[str, FrozenConfig]:
-        """The frozen policies that are no league."""
-        return {name: frozen for name, frozen in self.rollout.frozen.items() if frozen.league is None}
 
     @property
     def greedy_baseline(self) -> bool:

@@ -119,7 +119,7 @@ _Version = tuple[str, int]
 
 
 def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weights]:
-    """Return the weight versions on disk: initial models, checkpoints and the versions of leagues."""
+    """Return the weight versions on disk: initial models and checkpoints."""
     inference = config.get("inference", {})
     if "policies" not in config:
         # An evaluation. Which weights an external server served is unknown.
@@ -132,15 +132,6 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weigh
         serving = config["policies"].get(policy.get("served_by"), policy)
         serving = {**inference, **(serving.get("inference") or {})}
         weights |= dict(_versions_of(run, name, policy["model"], serving, config["policies"]))
-    for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
-        if league := frozen.get("league"):
-            model = config["policies"][league["of"]]["model"]
-            served, first = partial(_Weights.served, model=Path(model["path"])), _first_model(model)
-            serving = frozen.get("inference") or {}
-            if first is not None and (Path(first) / "config.json").is_file():
-                weights[name, 0] = served(Path(first), inference=serving)
-            for folder in sorted((run / "league" / name).glob("step_*")):
-                weights[name, int(folder.name.removeprefix("step_"))] = served(folder, inference=serving)
     return weights
 
 
@@ -183,7 +174,6 @@ def _turns(
     """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked, by the reason."""
     turns_by_version: dict[_Version, list[_Turn]] = {}
     seen: dict[_Version, int] = {}
-    policies = {policy for policy, _ in weights}
     unchecked: Counter[str] = Counter()
     draw = random.Random(0)
     from turnwise.engine.numerics.self_check import capability
@@ -191,7 +181,7 @@ def _turns(
     batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
     parts = {str(part) for part, kernels in batches.kernels.items() if kernels == capability()}
     for trajectory in read_trajectories(run / TRAJECTORIES):
-        if trajectory.frozen and trajectory.policy not in policies:
+        if trajectory.frozen:
             # Its servers count their own versions, and the run does not keep their weights.
             unchecked[_OTHERS] += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue

@@ -137,7 +137,6 @@ class TrainerState:
         rng: State of the random generators (:func:`capture_rng`).
         kl_coefs: Weight of the KL penalty of a policy in the next step, where it has one.
         feed: Groups in flight (``TaskScheduler.state``).
-        leagues: Versions of each league, oldest first.
     """
 
     step: int
@@ -151,7 +150,6 @@ class TrainerState:
     rng: dict[str, Any] = field(default_factory=dict)
     kl_coefs: dict[str, float] = field(default_factory=dict)
     feed: list[dict[str, Any]] = field(default_factory=list)
-    leagues: dict[str, list[int]] = field(default_factory=dict)
 
 
 class CheckpointStore:

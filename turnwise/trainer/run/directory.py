@@ -342,7 +342,7 @@ async def read_start(
         check_layout(config, host)
     renderers = {name: _renderer(config, name, latest, console) for name in config.policies}
     renderer = next(iter(renderers.values()))
-    frozen = load_renderers(config.other_frozen, Path(config.policy.model.path), config.renderer)
+    frozen = load_renderers(config.rollout.frozen, Path(config.policy.model.path), config.renderer)
     for name, algorithm in config.algorithms.items():
         check_teacher(algorithm.distill, config.rollout.frozen, Path(config.policies[name].model.path))
     tasks, reports = await open_tasks(config, renderer, state)

@@ -168,10 +168,7 @@ async def check_inference(config: TrainConfig) -> str:
             (f"{', '.join(names)}: " if several else "", host_config.policy.model.path, host_config.inference)
         )
     for name, frozen in config.rollout.frozen.items():
-        if frozen.league is not None:
-            of = trained[frozen.league.of].policy.model.path
-            served += [(f"{name} {slot}: ", of, frozen.inference) for slot in range(frozen.league.size)]
-        elif frozen.hosted is None and not frozen.urls:
+        if frozen.hosted is None and not frozen.urls:
             served.append((f"{name}: ", frozen.model or start, frozen.inference))
     texts = []
     for whose, model, inference in served:
@@ -282,7 +279,7 @@ class _Checker:
             check_template(folder, self._renderer, self._policy)
         # Whether the endpoints of frozen policies answer is known when the run starts.
         start = self._config.policy.model.path
-        frozen = load_renderers(self._config.other_frozen, start, self._config.renderer)
+        frozen = load_renderers(self._config.rollout.frozen, start, self._config.renderer)
         check_teacher(config.algorithm.distill, self._config.rollout.frozen, path)
         further = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
         return ", ".join([str(self._renderer.describe()["format"]), *further])

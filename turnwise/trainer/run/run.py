@@ -28,7 +28,7 @@ from turnwise.gateway.frozen import FrozenPolicies, open_frozen
 from turnwise.model.core import ServedPolicy
 from turnwise.placement.ray_cluster import RayCluster
 from turnwise.placement.usage import process_memory
-from turnwise.recorder.ledger import LedgerClient, LedgerWriter
+from turnwise.recorder.ledger import LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts
 from turnwise.rollout.managers import Rollouts, create_manager
 from turnwise.rollout.preflight import check_room
@@ -47,7 +47,6 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, captu
 from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
 from turnwise.trainer.run.directory import RunDirectory, RunFiles, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
-from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
 from turnwise.trainer.run.task_scheduler import TaskScheduler
 from turnwise.trainer.scale.plan import fit_micro_batch
@@ -62,12 +61,10 @@ class Servers:
     Attributes:
         policies: The trained policies, with their servers.
         frozen: The frozen policies.
-        leagues: Those of them that are past versions of a trained one.
     """
 
     policies: dict[str, TrainedPolicy]
     frozen: FrozenPolicies
-    leagues: dict[str, League]
 
     async def recover(self, error: InferenceError) -> None:
         """Wait until all servers run, after a failed request."""
@@ -92,21 +89,10 @@ async def launch_servers(
     ledger = LedgerWriter(directory / "ledger.jsonl")
     stack.push(ledger.leave)
     policies = await serve_policies(config, start.policies, logs, ledger, stack)
-    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, ledger=ledger)
+    frozen = await open_frozen(config.rollout.frozen, start.frozen, stack, start=model, logs=logs, ledger=ledger)
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
-    leagues: dict[str, League] = {}
-    for name, frozen_config in config.leagues.items():
-        assert frozen_config.league is not None, "leagues have a section"
-        policy = policies[frozen_config.league.of]
-        league = leagues[name] = await League.open(name, frozen_config, policy, directory, stack)
-        await league.restore(start.state.leagues.get(name, ()))
-        frozen.fleets |= {f"{name}-{slot}": fleet for slot, fleet in enumerate(league.fleets)}
-        client = LedgerClient(league.client, ledger)
-        stack.push_async_callback(client.close)
-        info = await client.model_info()
-        frozen.policies[name] = ServedPolicy(client, policy.renderer, info, frozen_config.temperature)
-    return Servers(policies, frozen, leagues)
+    return Servers(policies, frozen)
 
 
 COLUMNS = {
@@ -133,7 +119,6 @@ class TrainRun(RunFiles):
         config: The run's configuration.
         directory: The run directory.
         policies: The trained policies by name, in the order of the configuration.
-        leagues: Past versions of them that play, by name.
         tasks: The training tasks, in order.
         eval_tasks: Held-out tasks; empty without evaluation.
         buffer: The replay buffer.
@@ -159,7 +144,6 @@ class TrainRun(RunFiles):
     config: TrainConfig
     directory: Path
     policies: dict[str, TrainedPolicy]
-    leagues: dict[str, League]
     tasks: TaskOrder
     eval_tasks: list[Task]
     buffer: ReplayBuffer
@@ -252,12 +236,7 @@ class TrainRun(RunFiles):
         ]
         await self.phases.end_training()
         self.state.weight_version = step
-        metrics = {name: sum(cost[name] for cost in costs) for name in costs[0]}
-        for name, league in self.leagues.items():
-            await league.add_if_due(step)
-            self.state.leagues[name] = list(league.versions)
-            metrics |= league.metrics()
-        return metrics
+        return {name: sum(cost[name] for cost in costs) for name in costs[0]}
 
     async def wake_servers(self) -> None:
         """Have servers that sleep sample from the last step's weights: a loop of the user's resumes after a failure."""
@@ -350,8 +329,6 @@ class TrainRun(RunFiles):
             await self.journal.sync(self.train_thread)
             await self.train_thread(lambda: self.store.save(state, self._write_policies, figures))
         self.saved_step = state.step
-        for league in self.leagues.values():
-            await self.train_thread(partial(league.prune, self.store))
 
     def _write_policies(self, checkpoint: Path) -> None:
         for name, policy in self.policies.items():
@@ -461,7 +438,6 @@ async def _assemble(
         **vars(files),
         **_start_fields(config, directory, start),
         policies=servers.policies,
-        leagues=servers.leagues,
         buffer=buffer,
         manager=manager,
         scheduler=scheduler,
