@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from support.trainer.varlen_kernel import varlen_kernel
+from turnwise.engine.numerics.compilation import CompiledFunction
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import pack
@@ -24,7 +25,7 @@ from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model import attention, optimizations
 from turnwise.trainer.model.blocks import padded_tokens
-from turnwise.trainer.model.optimizations import CompiledFunction, choose_optimizations
+from turnwise.trainer.model.optimizations import choose_optimizations
 from turnwise.trainer.model.policy import ComputeDtype, Policy, load_model
 
 Row = Callable[..., TrainRow]

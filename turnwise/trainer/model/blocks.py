@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from turnwise.engine.numerics.compilation import CompiledFunction
 from turnwise.errors import TrainError, requires_extra
-from turnwise.trainer.model.optimizations import CompiledFunction
 
 with requires_extra("transformers", "train", "training a model"):
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
 
 from turnwise.engine.accelerator import on_cpu
+from turnwise.engine.numerics.compilation import CompiledFunction
 from turnwise.engine.numerics.exact import ExactLinear, multiply
-from turnwise.trainer.model.optimizations import CompiledFunction
 
 HELD_BYTES = 1 << 26
 """Logits up to this size, in float32, are computed once and kept for the backward pass."""

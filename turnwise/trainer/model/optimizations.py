@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 
 from turnwise.engine.accelerator import has_kernels, on_cpu
 from turnwise.trainer.config.policy import BASES, Optimization
@@ -29,31 +28,7 @@ _INSTEAD: dict[Optimization, str] = {
 # Smaller tensors are not worth a copy.
 _LEAST_OFFLOADED = 1 << 16
 
-# Each kind of layer, size of row and gradient mode is compiled by itself; beyond the limit nothing is.
-_MOST_VARIANTS = 64
-
 _log = logging.getLogger(__name__)
-
-
-class CompiledFunction:
-    """A function that torch compiles at its first call, and that is called as it is where it cannot be compiled."""
-
-    def __init__(self, function: Callable[..., Any], *, dynamic: bool) -> None:
-        """Take a function; with ``dynamic`` one kernel serves all shapes."""
-        torch._dynamo.config.recompile_limit = _MOST_VARIANTS
-        self._function = function
-        self._compiled: Callable[..., Any] | None = torch.compile(function, dynamic=dynamic)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the function's result."""
-        if self._compiled is not None:
-            try:
-                return self._compiled(*arguments, **keywords)
-            except TorchDynamoException as error:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                _log.warning("%s is computed without a compiler: %s", self._function.__qualname__, reason)
-                self._compiled = None
-        return self._function(*arguments, **keywords)
 
 
 def choose_optimizations(
