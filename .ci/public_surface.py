@@ -60,8 +60,7 @@ REGISTRIES = {
     "errors that runners report": ("TurnwiseError", "ToolError"),
 }
 ROOTS = (
-    "TrainConfig", "EvalConfig", "SFTConfig", "DPOConfig", "RewardModelConfig", "GatewayConfig", "InferenceConfig",
-    "RewardServerConfig",
+    "TrainConfig", "EvalConfig", "SFTConfig", "GatewayConfig", "InferenceConfig", "RewardServerConfig",
 )  # fmt: skip
 TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
 WARNINGS = "turnwise.trainer.observe.warnings"

@@ -65,13 +65,9 @@ from turnwise.trainer.algorithms.advantages import register_advantage as registe
 from turnwise.trainer.algorithms.config import AlgorithmConfig as AlgorithmConfig
 from turnwise.trainer.algorithms.losses import register_loss as register_loss
 from turnwise.trainer.api import Trainer as Trainer
-from turnwise.trainer.config.offline import DPOConfig as DPOConfig
-from turnwise.trainer.config.offline import RewardModelConfig as RewardModelConfig
 from turnwise.trainer.config.offline import SFTConfig as SFTConfig
 from turnwise.trainer.config.train import TrainConfig as TrainConfig
 from turnwise.trainer.learn.learner import register_engine as register_engine
-from turnwise.trainer.offline.dpo import run_dpo as run_dpo
-from turnwise.trainer.offline.reward_model import run_reward_model as run_reward_model
 from turnwise.trainer.offline.sft import run_sft as run_sft
 from turnwise.trainer.run.hooks import Hooks as Hooks
 from turnwise.trainer.train import run_train as run_train

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.engine.classifiers import make_classifier
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.config import load_config
 from turnwise.engine.reward_model import Classifier, Encoder
 from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.runner import run_eval
-from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.offline.core import branch_messages
-from turnwise.trainer.offline.dpo import run_dpo
-from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.dry_run import dry_run
 from turnwise.trainer.train import run_train
+from turnwise.trajectory import messages_of
 from turnwise.trajectory_file import read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
@@ -56,15 +56,14 @@ def test_offline_training_learns_from_sampled_trajectories(lookup_model: Path, s
     min_reward = f"trajectories.min_reward={rewards[-1]}"
     tuned = run_sft(example(SFTConfig, "rft.yaml", lookup_model, tmp_path, where, min_reward), console=silent())
     assert (tuned.model / "tokenizer.json").exists()
-    gap = "trajectories.min_gap=0"
-    preferred = run_dpo(example(DPOConfig, "dpo.yaml", tuned.model, tmp_path, where, gap, "pairs=2"), console=silent())
-    assert preferred.metrics["train/updates"] == 1
 
 
-def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
-    overrides = (f"trajectories.path={sampled}", "trajectories.min_gap=0", "pairs=2", "steps=3")
-    config = example(RewardModelConfig, "reward_model.yaml", lookup_model, tmp_path, *overrides)
-    judge = run_reward_model(config, console=silent()).model
+def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(lookup_model / name, judge)
+    make_classifier(judge, 1, max_position_embeddings=512)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"id": str(n), "prompt": f"Who is number {n}?"}) + "\n" for n in range(2)))
     scorer = {"liked": {"function": "reward_model", "arguments": {"model_dir": str(judge), "server": {"threads": 1}}}}
@@ -83,7 +82,9 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
     trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     assert len(trajectories) == 4
     for trajectory in trajectories:
-        ((score,),) = alone.forward([encoder.chat(branch_messages(trajectory), arguments={})])
+        path = trajectory.path(trajectory.leaves()[-1])
+        messages = [message for segment in path for message in messages_of(segment)]
+        ((score,),) = alone.forward([encoder.chat(messages, arguments={})])
         assert trajectory.reward == pytest.approx(score, abs=1e-4)
     records = lines(tmp_path / "run" / "metrics.jsonl")
     [step] = [record for record in records if record["kind"] == "train"]

@@ -81,7 +81,7 @@ def export(
         Path, typer.Argument(help="Output file or directory; it must be missing (a model's may be empty).")
     ],
     to: Annotated[
-        Literal["model", "jsonl", "sft", "csv", "parquet", "hf"],
+        Literal["model", "jsonl", "sft", "preference", "csv", "parquet", "hf"],
         typer.Option("--to", help="A model, or the run's trajectories: conversations, a dataset, tables."),
     ] = "model",
     step: Annotated[

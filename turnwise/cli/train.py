@@ -1,4 +1,4 @@
-"""The commands that train: ``turnwise train``, ``submit``, ``plan``, ``sft``, ``dpo``, ``reward-model`` and others."""
+"""The commands that train: ``turnwise train``, ``submit``, ``plan``, ``sft`` and others."""
 
 from __future__ import annotations
 
@@ -181,24 +181,6 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from turnwise.trainer.offline.sft import run_sft
 
     run_sft(load_config(SFTConfig, config, overrides or ()))
-
-
-def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train a model on preference pairs with direct preference optimisation (DPO)."""
-    from turnwise.config import load_config
-    from turnwise.trainer.config.offline import DPOConfig
-    from turnwise.trainer.offline.dpo import run_dpo
-
-    run_dpo(load_config(DPOConfig, config, overrides or ()))
-
-
-def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train a reward model on preference pairs; serve it with turnwise serve --reward."""
-    from turnwise.config import load_config
-    from turnwise.trainer.config.offline import RewardModelConfig
-    from turnwise.trainer.offline.reward_model import run_reward_model
-
-    run_reward_model(load_config(RewardModelConfig, config, overrides or ()))
 
 
 def make_model(

@@ -7,8 +7,9 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
@@ -21,7 +22,7 @@ from turnwise.recorder.branches import branch_trajectories, selected_branch
 from turnwise.trajectory import Trajectory, messages_of
 from turnwise.trajectory_file import effective_trajectories
 
-Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
+Format: TypeAlias = Literal["jsonl", "sft", "preference", "csv", "parquet", "hf"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")
 
 
@@ -74,7 +75,8 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     ``jsonl`` has a conversation a line, one for each branch: ids of task, group, episode and trajectory, partition,
     agent, policy, branch (its place among the trajectory's), reward, rewards by name, stop_reason, error, tools and
     messages, both in OpenAI's form. ``sft`` has messages and tools alone, of trajectories without an error: what
-    ``turnwise sft`` and other trainers read. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
+    ``turnwise sft`` and other trainers read. ``preference`` has prompt, chosen, rejected and tools, of two such
+    trajectories: see :func:`preference_pairs`. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
     partition, that ``datasets.load_dataset`` reads. ``csv`` is the table of episodes, ``parquet`` a folder with the
     four tables of :class:`turnwise.evaluation.tables.RunTables`.
 
@@ -99,11 +101,12 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     if form in ("csv", "parquet") and choice != Choice(choice.partition):
         raise ConfigError(
             f"--to {form} writes tables, which are filtered by their reader: leave out --policy, --min-reward and "
-            "--best-per-task, or choose jsonl, sft or hf"
+            "--best-per-task, or choose jsonl, sft, preference or hf"
         )
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
         "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, selected_only=True))), part),
+        "preference": lambda: _write_lines(preference_pairs(branches(file, selected_only=True), choice), part),
         "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
         "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
@@ -155,7 +158,47 @@ def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]
             }  # fmt: skip
 
 
+def preference_pairs(trajectories: Iterable[Trajectory], choice: Choice) -> Iterator[dict[str, Any]]:
+    """Yield preference pairs in TRL's conversational form: prompt, chosen and rejected messages, and tools as JSON.
+
+    The conversations of an agent in a group are paired, best with worst, then inwards; equal rewards are no pair. The
+    prompt is what both begin with, up to a message that the model answers. ``choice`` chooses the chosen ones.
+
+    Args:
+        trajectories: The trajectories; those that ended in an error are left out.
+        choice: Which ones; ``min_reward`` is that of the chosen one, ``best_per_task`` the most pairs of a group.
+    """
+    groups: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in _answered_rows(replace(choice, min_reward=None, best_per_task=None).of(trajectories)):
+        groups[row["group_id"], row["agent"]].append(row)
+    for rows in groups.values():
+        ranked = sorted(rows, key=lambda row: -row["reward"])
+        pairs = list(zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False))
+        for better, worse in pairs[: choice.best_per_task]:
+            reaches_minimum = choice.min_reward is None or better["reward"] >= choice.min_reward
+            chosen, rejected = better["messages"], worse["messages"]
+            length = _prompt_length(chosen, rejected)
+            if better["reward"] > worse["reward"] and reaches_minimum and length and chosen != rejected:
+                sides = {"chosen": chosen[length:], "rejected": rejected[length:]}
+                yield {"prompt": chosen[:length], **sides, "tools": _text(better["tools"])}
+
+
+def _prompt_length(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> int:
+    """Return the number of first messages that two conversations share, less the assistant's at their end."""
+    pairs = zip(chosen, rejected, strict=False)
+    shared = sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], pairs))
+    while shared and chosen[shared - 1]["role"] == "assistant":
+        shared -= 1
+    return shared
+
+
 def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
+    for row in _answered_rows(trajectories):
+        yield {"messages": row["messages"], "tools": row["tools"]}
+
+
+def _answered_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
+    """Yield the conversations without an error, up to their last message of the assistant's."""
     completed = (trajectory for trajectory in trajectories if trajectory.error is None)
     for row in conversations(completed):
         # A conversation that ends with a tool's answer teaches nothing at its end; trainers refuse it.
@@ -163,7 +206,7 @@ def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
         if messages:
-            yield {"messages": messages, "tools": row["tools"]}
+            yield row | {"messages": messages}
 
 
 def _openai_message(message: Mapping[str, Any]) -> dict[str, Any]:

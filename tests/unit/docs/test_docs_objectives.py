@@ -15,15 +15,15 @@ import turnwise
 from support.doc_pages import blocks as blocks_of
 from support.doc_pages import section
 from turnwise.config import load_config
-from turnwise.trainer.config.offline import DPOConfig, PairingConfig, RewardModelConfig, SFTConfig
+from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.offline.preferences import load_demonstrations, load_preferences
+from turnwise.trainer.offline.demonstrations import load_demonstrations
 from turnwise.trajectory import TrainSample
 from turnwise.types import as_ids
 
 ROOT = Path(__file__).parents[3]
 PAGE = section("algorithms.md", "Objectives beside reinforcement learning")
-KINDS = {"rft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig}
+KINDS = {"rft": SFTConfig}
 
 
 def blocks(kind: str) -> list[str]:
@@ -36,40 +36,25 @@ def test_every_configuration_of_the_page_is_valid() -> None:
     assert [config["name"] for config in named] == list(KINDS)
     for config in named:
         KINDS[config["name"]].model_validate(config)
-    (pairs,) = [config for config in sections if list(config) == ["trajectories"]]
-    PairingConfig.model_validate(pairs["trajectories"])
     (distill,) = [config for config in sections if "algorithm" in config]
     rollout = {"env": {"name": "lookup"}, **distill["rollout"]}
     rest = {"name": "n", "steps": 1, "policies": {"main": {"model": {"path": "m"}}}, "rollout": rollout}
     assert TrainConfig.model_validate({**distill, **rest}).algorithm.distill is not None
 
 
-def test_every_default_of_the_dpo_block_is_the_default() -> None:
-    block = next(yaml.safe_load(block_text) for block_text in blocks("yaml") if "name: dpo" in block_text)
-    for name in ("beta", "loss", "label_smoothing", "length_normalised", "nll_coef", "pairs"):
-        assert block[name] == DPOConfig.model_fields[name].default, name
-
-
 def test_rows_of_the_page_are_read(tmp_path: Path) -> None:
     lines = [line.strip() for line in PAGE.splitlines() if line.startswith('    {"')]
     tool = {"type": "function", "function": {"name": "team_of"}}
     rows = [line.replace("[...]", f"[{json.dumps(tool)}]") for line in lines]
-    demonstration, preference = (tmp_path / name for name in ("demonstrations", "preferences"))
-    demonstration.write_text(rows[0])
-    preference.write_text(rows[1])
-    assert load_demonstrations(demonstration)[0].tools[0].name == "team_of"
-    assert load_preferences(preference)[0].margin == 0.5
-    assert len(rows) == 2
+    demonstrations = tmp_path / "demonstrations"
+    demonstrations.write_text(rows[0])
+    assert load_demonstrations(demonstrations)[0].tools[0].name == "team_of"
+    assert len(rows) == 1
 
 
-@pytest.mark.parametrize("name", ["rft", "dpo", "reward_model", "distill"])
+@pytest.mark.parametrize("name", ["rft", "distill"])
 def test_the_examples_are_configurations(name: str) -> None:
-    kinds: dict[str, Any] = {
-        "rft": SFTConfig,
-        "dpo": DPOConfig,
-        "reward_model": RewardModelConfig,
-        "distill": TrainConfig,
-    }
+    kinds: dict[str, Any] = {"rft": SFTConfig, "distill": TrainConfig}
     assert load_config(kinds[name], ROOT / "examples" / "objectives" / f"{name}.yaml").name.startswith("lookup-")
 
 

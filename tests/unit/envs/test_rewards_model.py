@@ -11,16 +11,16 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification
 
 from support.chat.model_dirs import build_model_dir
+from support.engine.classifiers import make_classifier
 from support.processes.warm import WarmPopen
 from turnwise.engine.reward_model import Classifier, ClassifierBatcher, Encoder
 from turnwise.envs import make
@@ -34,28 +34,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 GIF = "data:image/gif;base64,R0lGODdhAQABAIAAAP///////ywAAAAAAQABAAACAkQBADs="
-
-
-def make_classifier(
-    folder: Path, labels: int, padding: int | None = None, **settings: Any
-) -> Qwen2ForSequenceClassification:
-    torch.manual_seed(labels)
-    config = Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=1000,
-        num_labels=labels,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=padding,
-        **settings,
-    )
-    model = Qwen2ForSequenceClassification(config).eval().requires_grad_(False)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +245,7 @@ async def test_an_encoder_classifier_works_as_well(tmp_path):
 
 
 async def test_a_model_that_is_no_classifier_is_refused(tmp_path, scalar):
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
         hidden_size=32,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.chat.model_dirs import build_model_dir
 from support.rollout.record_files import spoil
 from turnwise.cli import main
 from turnwise.errors import ConfigError, FormatError
@@ -124,6 +126,72 @@ def test_demonstrations_are_readable_by_sft(run: Path, tmp_path: Path) -> None:
     assert export_run(run, file, "sft") == 10
     assert all(set(row) == {"messages", "tools"} for row in rows(file))
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows(file))
+
+
+def answered(name: str, reward: float, *answers: str, group: str = "g", **fields: Any) -> Trajectory:
+    """Return a trajectory of one prompt and a call, answered, where there are two answers, by a tool in between."""
+    segments = [Segment(0, -1, "context", as_ids([1]), ({"role": "user", "content": "Who?"},), tools=TOOLS)]
+    for answer in answers:
+        if len(segments) > 1:
+            tool = {"role": "tool", "tool_call_id": "c0", "content": "red"}
+            segments.append(Segment(len(segments), len(segments) - 1, "context", as_ids([2]), (tool,)))
+        segments.append(sampled(len(segments), len(segments) - 1, {"role": "assistant", "content": answer}))
+    return Trajectory(name, name, group, group, segments=segments, rewards=[(None, "score", reward)], **fields)
+
+
+def preferences(tmp_path: Path, *trajectories: Trajectory, choice: Choice | None = None) -> list[dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    writer = TrajectoryWriter(folder / "trajectories.twz")
+    for trajectory in trajectories:
+        writer.write(trajectory)
+    writer.close()
+    export_run(folder, folder / "pairs.jsonl", "preference", choice)
+    return rows(folder / "pairs.jsonl")
+
+
+def sides(pairs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(pair["chosen"][-1]["content"], pair["rejected"][-1]["content"]) for pair in pairs]
+
+
+def test_preferences_pair_the_best_of_a_group_with_its_worst_then_inwards(tmp_path: Path) -> None:
+    rewards = {"low": 0.1, "best": 1.0, "good": 0.8, "worst": 0.0}
+    trajectories = [
+        *(answered(name, reward, name) for name, reward in rewards.items()),
+        answered("broken", 2.0, "broken", error="EnvError: gone"),
+        # Of another group, of another agent, and equal ones.
+        answered("alone", 0.5, "alone", group="h"),
+        answered("seller", 0.4, "seller", agent="seller"),
+        *(answered(name, 1.0, name, group="even") for name in ("same", "equal")),
+    ]
+    assert sides(preferences(tmp_path, *trajectories)) == [("best", "worst"), ("good", "low")]
+    assert sides(preferences(tmp_path, *trajectories, choice=Choice(best_per_task=1))) == [("best", "worst")]
+    assert sides(preferences(tmp_path, *trajectories, choice=Choice(min_reward=0.9))) == [("best", "worst")]
+    with pytest.raises(ConfigError, match="holds nothing to export of partition val"):
+        preferences(tmp_path, *trajectories, choice=Choice(partition="val"))
+
+
+def test_the_prompt_of_a_pair_ends_with_what_the_model_answers(tmp_path: Path) -> None:
+    [pair] = preferences(tmp_path, answered("a", 1.0, "look", "red"), answered("b", 0.0, "look", "blue"))
+    assert [message["role"] for message in pair["prompt"]] == ["user", "assistant", "tool"]
+    assert (pair["chosen"], json.loads(pair["tools"])) == ([{"role": "assistant", "content": "red"}], list(TOOLS))
+    # One that is the beginning of the other, and one that ends with what no model said.
+    [pair] = preferences(tmp_path, answered("a", 1.0, "look"), answered("b", 0.0, "look", "blue"))
+    assert [message["role"] for message in pair["prompt"]] == ["user"]
+    assert [len(pair[side]) for side in ("chosen", "rejected")] == [1, 3]
+
+
+def test_trl_renders_exported_preferences_as_whole_conversations(tmp_path: Path) -> None:
+    data_utils = pytest.importorskip("trl.data_utils")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(build_model_dir(tmp_path / "model", "qwen3"))
+    [pair] = preferences(tmp_path, answered("a", 1.0, "look", "red"), answered("b", 0.0, "find", "blue"))
+    assert data_utils.is_conversational(pair)
+    texts = data_utils.apply_chat_template(pair, tokenizer, tools=json.loads(pair["tools"]))
+    for side in ("chosen", "rejected"):
+        conversation = [*pair["prompt"], *pair[side]]
+        whole = tokenizer.apply_chat_template(conversation, tools=json.loads(pair["tools"]), tokenize=False)
+        assert texts["prompt"] + texts[side] == whole
 
 
 def test_a_dataset_loads_with_a_split_for_each_partition(run: Path, tmp_path: Path) -> None:

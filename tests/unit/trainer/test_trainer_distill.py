@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from support.chat.toy_renderer import ToyRenderer
-from support.trainer.preference_data import chat_model
+from support.trainer.recorded_chats import chat_model
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient

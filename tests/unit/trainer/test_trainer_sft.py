@@ -25,9 +25,9 @@ from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.run_log import read_metrics
 from turnwise.trainer.offline import core as core_module
-from turnwise.trainer.offline import preferences as demonstrations_module
+from turnwise.trainer.offline import demonstrations as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module
-from turnwise.trainer.offline.preferences import Demonstration, demonstration_rows, load_demonstrations
+from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.export import export_model
 from turnwise.types import ToolSchema

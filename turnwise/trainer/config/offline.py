@@ -1,4 +1,4 @@
-"""The configuration of offline training: ``turnwise sft``, ``dpo`` and ``reward-model``."""
+"""The configuration of offline training: ``turnwise sft``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from turnwise.trainer.config.policy import (
     ScheduleConfig,
 )
 from turnwise.trainer.config.train import RunName
-
-NotNegative = Annotated[float, Field(ge=0)]
 
 
 class RecordedConfig(Section):
@@ -50,18 +48,6 @@ class FilterConfig(RecordedConfig):
     min_reward: float | None = None
     best_per_task: PositiveInt | None = None
     dedupe: bool = True
-
-
-class PairingConfig(RecordedConfig):
-    """Preference pairs from the trajectories of a group: best with worst, second best with second worst, and so on.
-
-    Attributes:
-        pairs_per_group: Maximum pairs per group.
-        min_gap: Minimal difference of rewards; equal ones are never a pair.
-    """
-
-    pairs_per_group: PositiveInt = 1
-    min_gap: NotNegative = 0.0
 
 
 class OfflineConfig(Section):
@@ -147,49 +133,3 @@ class SFTConfig(OfflineConfig):
                 "seq_mean_token_sum_norm, which needs it"
             )
         return self
-
-
-class DPOConfig(OfflineConfig):
-    """``turnwise dpo``.
-
-    Attributes:
-        trajectories: Instead of ``data``: pairs of recorded trajectories of one group.
-        pairs: Pairs per optimizer step.
-        loss: ``sigmoid`` (DPO) or ``ipo``.
-        beta: Strength of the pull to the reference.
-        label_smoothing: Assumed share of wrong preferences (``sigmoid`` only).
-        length_normalised: Use mean instead of summed log-probabilities of a completion.
-        nll_coef: Weight of the chosen completion's likelihood.
-        reference: Directory of the reference model; by default the initial model.
-    """
-
-    trajectories: PairingConfig | None = None
-    pairs: PositiveInt = 32
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    beta: PositiveFloat = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    length_normalised: bool = False
-    nll_coef: NotNegative = 0.0
-    reference: ConfigPath | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(f"no label_smoothing: the loss {self.loss} has none")
-        return self
-
-
-class RewardModelConfig(OfflineConfig):
-    """``turnwise reward-model``.
-
-    Attributes:
-        trajectories: Instead of ``data``: pairs of recorded trajectories of one group, as messages.
-        pairs: Pairs per optimizer step.
-        center_coef: Weight of the squared sum of a pair's rewards, which keeps rewards around 0.
-        held_out: A jsonl file of held-out preferences, on which the final model's accuracy is measured.
-    """
-
-    trajectories: PairingConfig | None = None
-    pairs: PositiveInt = 32
-    center_coef: NotNegative = 0.0
-    held_out: ConfigPath | None = None

@@ -1,1 +1,1 @@
-"""Offline training on demonstrations, recorded trajectories and preferences."""
+"""Offline training on demonstrations and recorded trajectories."""

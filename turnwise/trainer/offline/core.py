@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from turnwise.errors import FormatError, TaskError, TrainError, shown
 from turnwise.images import texts_of
 from turnwise.model.core import Renderer
 from turnwise.recorder.branches import branch_trajectories
-from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
+from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, RecordedConfig
 from turnwise.trainer.config.policy import MACHINE_OF_MODEL
 from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, Objective
@@ -33,7 +33,7 @@ from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import finite_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
-from turnwise.trajectory import Trajectory, messages_of
+from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TRAJECTORIES, effective_trajectories
 
 
@@ -60,13 +60,11 @@ class Batch:
         micro: Its micro-batches.
         objective: The objective.
         normalizer: The divisor of sums.
-        pairs: Number of pairs, for a pairwise objective, whose sums are over pairs instead of tokens.
     """
 
     micro: list[MicroBatch]
     objective: Objective
     normalizer: float
-    pairs: int | None = None
 
 
 @contextlib.contextmanager
@@ -180,11 +178,7 @@ def _restore(learner: Learner, checkpoint: Path, record: Mapping[str, Any]) -> i
 def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one optimizer step; return its metrics."""
     stats = learner.forward_backward(batch.micro, batch.objective, batch.normalizer)
-    result = learner.optim_step()
-    if batch.pairs is None:
-        return update_metrics([(stats, result)])
-    preference_metrics = {f"preference/{name}": mean * stats.tokens / batch.pairs for name, mean in stats.means.items()}
-    return update_metrics([(replace(stats, means={}), result)]) | preference_metrics
+    return update_metrics([(stats, learner.optim_step())])
 
 
 def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
@@ -268,44 +262,6 @@ def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig
             f"trajectories.min_reward is {config.min_reward}, but the best of {len(trajectories)} has reward {best:g}"
         )
     return [trajectory for _, trajectory in sorted(selected, key=lambda item: item[0])]
-
-
-def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> list[tuple[Trajectory, Trajectory]]:
-    """Return (better, worse) trajectories of the same group: best with worst, then inwards.
-
-    Raises:
-        TaskError: No group has two that differ enough.
-    """
-    groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.group_id].append(trajectory)
-    pairs: list[tuple[Trajectory, Trajectory]] = []
-    for members in groups.values():
-        ranked = sorted(members, key=lambda member: -member.reward)
-        for rank in range(min(config.pairs_per_group, len(ranked) // 2)):
-            better, worse = ranked[rank], ranked[-1 - rank]
-            gap = better.reward - worse.reward
-            if gap > 0 and gap >= config.min_gap:
-                pairs.append((better, worse))
-    if not pairs:
-        raise TaskError(
-            f"the {len(groups)} groups of trajectories.path hold no two of which one has a reward larger by "
-            f"trajectories.min_gap ({config.min_gap:g}): sample more than one episode of each task, or lower it"
-        )
-    return pairs
-
-
-def branch_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the messages of a trajectory's last branch, in OpenAI's format.
-
-    Raises:
-        TaskError: They were not recorded.
-    """
-    path = trajectory.path(trajectory.leaves()[-1])
-    messages = [message for segment in path for message in messages_of(segment)]
-    if not messages or not path[-1].messages:
-        raise TaskError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be judged")
-    return messages
 
 
 def _tokens(trajectory: Trajectory) -> bytes:

@@ -25,7 +25,7 @@ from turnwise.trainer.offline.core import (
     shuffled,
     train_offline,
 )
-from turnwise.trainer.offline.preferences import demonstration_rows, load_demonstrations
+from turnwise.trainer.offline.demonstrations import demonstration_rows, load_demonstrations
 from turnwise.trajectory import to_samples
 
 _COLUMNS = {

@@ -1,8 +1,7 @@
-"""A small chat model with preference pairs and recorded trajectories for offline training."""
+"""A small chat model, and trajectories as a run of it would record them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import Message
 
-PEOPLE = ("mia", "leo", "ada", "tom", "eva", "max")
 GOOD, BAD = "Gladly: {} is in the red team.", "No idea who {} is, go away."
 
 
@@ -41,19 +39,6 @@ def chat_model(directory: Path, family: str = "qwen3", *, size: int = 32) -> Pat
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
-
-
-def preferences(people: Sequence[str] = PEOPLE) -> list[dict[str, Any]]:
-    """Friendly answers are preferred."""
-    return [
-        {"prompt": f"Which team is {name} in?", "chosen": GOOD.format(name), "rejected": BAD.format(name)}
-        for name in people
-    ]
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 async def record(
