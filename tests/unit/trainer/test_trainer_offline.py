@@ -16,11 +16,11 @@ from rich.console import Console
 from support.trainer.recorded_chats import BAD, GOOD, chat_model, record
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import TaskError
-from turnwise.trainer.config.offline import FilterConfig, SFTConfig
+from turnwise.trainer.config.offline import RecordedConfig, SFTConfig
 from turnwise.trainer.observe.loggers import LoggedRun, Logger
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.observe.run_log import read_metrics
-from turnwise.trainer.offline.core import filter_trajectories, read_recorded
+from turnwise.trainer.offline.recorded import filter_trajectories, read_recorded
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.trajectory_file import TrajectoryWriter
@@ -91,7 +91,7 @@ def test_good_trajectories_are_kept(recorded: tuple[Path, list[Trajectory]]) -> 
     home, every = recorded
 
     def kept(**options: Any) -> list[str]:
-        return [trajectory.id for trajectory in filter_trajectories(every, FilterConfig(path=home, **options))]
+        return [trajectory.id for trajectory in filter_trajectories(every, RecordedConfig(path=home, **options))]
 
     # t1 says the same as t0.
     assert kept() == ["t0", "t2", "t3", "t4", "t5", "t6", "t7"]
@@ -142,7 +142,7 @@ def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, lis
     home, _ = recorded
     other = load_renderer(chat_model(tmp_path / "other", "llama3_1"))
     with pytest.raises(TaskError, match=r"trajectory t0: its ids do not encode its messages with the tokenizer"):
-        read_recorded(FilterConfig(path=home), other)
+        read_recorded(RecordedConfig(path=home), other)
 
 
 def test_unreadable_recorded_trajectories_raise_errors_with_remedies(
@@ -151,16 +151,16 @@ def test_unreadable_recorded_trajectories_raise_errors_with_remedies(
     home, every = recorded
     renderer = load_renderer(model)
     with pytest.raises(TaskError, match=r"no such file: .*nowhere"):
-        read_recorded(FilterConfig(path=tmp_path / "nowhere"), renderer)
+        read_recorded(RecordedConfig(path=tmp_path / "nowhere"), renderer)
     with pytest.raises(
         TaskError, match=r"8 trajectories \(policies: main\), but none of policy other and partition val"
     ):
-        read_recorded(FilterConfig(path=home, policy="other", partition="val"), renderer)
+        read_recorded(RecordedConfig(path=home, policy="other", partition="val"), renderer)
     failed = tmp_path / "failed.twz"
     with closing(TrajectoryWriter(failed)) as file:
         file.write(replace(every[0], error="ToolError: gone"))
     with pytest.raises(TaskError, match="none of policy main that ended without an error"):
-        read_recorded(FilterConfig(path=failed), renderer)
+        read_recorded(RecordedConfig(path=failed), renderer)
     failed.write_text("{}\n")
     with pytest.raises(TaskError, match=r"trajectories.path: .*failed.twz is no file of trajectories"):
-        read_recorded(FilterConfig(path=failed), renderer)
+        read_recorded(RecordedConfig(path=failed), renderer)

@@ -24,7 +24,6 @@ from turnwise.model.canonical import canonical_messages
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.observe.run_log import read_metrics
-from turnwise.trainer.offline import core as core_module
 from turnwise.trainer.offline import demonstrations as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module
 from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations
@@ -195,7 +194,7 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
 def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_loss(
     start: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_module, "SAVE_S", 0.0)
+    monkeypatch.setattr(sft_module, "SAVE_S", 0.0)
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text(json.dumps(conversation("mia")) + "\n")
     uninterrupted = run_sft(configure(start("qwen3"), tmp_path, name="whole", held_out=held_out), console=quiet())
@@ -206,7 +205,7 @@ def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_lo
     }
     assert set(losses) == set(range(1, STEPS + 1))
     assert losses[STEPS] < 0.5 * losses[1]
-    steps_begun, take_step = [], core_module.take_step
+    steps_begun, take_step = [], sft_module.take_step
 
     def interrupted_step(*arguments: Any) -> dict[str, float]:
         steps_begun.append(arguments)
@@ -214,7 +213,7 @@ def test_an_interrupted_run_resumes_with_the_same_bits_and_shows_the_held_out_lo
             raise KeyboardInterrupt
         return take_step(*arguments)
 
-    monkeypatch.setattr(core_module, "take_step", interrupted_step)
+    monkeypatch.setattr(sft_module, "take_step", interrupted_step)
     config = configure(start("qwen3"), tmp_path, name="parts", held_out=held_out)
     with pytest.raises(KeyboardInterrupt):
         run_sft(config, console=quiet())
@@ -290,7 +289,7 @@ def test_an_interrupt_leaves_no_model(
         raise KeyboardInterrupt
 
     config = configure(start("qwen3"), tmp_path, steps=1)
-    monkeypatch.setattr(core_module, "save_format", interrupt)
+    monkeypatch.setattr(sft_module, "save_format", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_sft(config, console=quiet())
     assert sorted(entry.name for entry in (tmp_path / "runs" / "warm").iterdir()) == ["metrics.jsonl"]
