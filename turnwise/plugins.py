@@ -299,6 +299,7 @@ PLUGIN_KINDS: Final = (
     "loggers",
     "inference_engines",
     "weight_transports",
+    "run_files",
     "commands",
 )
 """Kinds of plug-ins; the group of entry points is ``turnwise.<kind>``."""

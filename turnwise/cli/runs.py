@@ -102,8 +102,9 @@ def export(
         int | None, typer.Option("--best-per-task", min=1, help="Most conversations of a task, best first.")
     ] = None,
 ) -> None:
-    """Export a model in Hugging Face format, merging an adapter into its base model, or a run's trajectories."""
+    """Export a model in Hugging Face format (adapters merged), a run's trajectories, or a run (to FILE.turnwise)."""
     from turnwise.errors import ConfigError
+    from turnwise.plugins import load_object, references
 
     models = {"--step": step is not None, "--best": best, "--adapter": adapter}
     filters = (partition, policy, min_reward, best_per_task)
@@ -112,6 +113,10 @@ def export(
     if unfitting := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
         reason = "a model has none" if to == "model" else "they choose a model: leave out --to"
         raise ConfigError(f"--to is {to}, with {', '.join(unfitting)}: {reason}")
+    if to == "model" and (pack := references("run_files").get(target.suffix.removeprefix("."))):
+        load_object(pack, "run file")(source, target)
+        typer.echo(f"{target}: the run {source}; turnwise reproduce {target}")
+        return
     if to == "model":
         from turnwise.trainer.run.export import export_model
 

@@ -63,6 +63,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "ipc": "turnwise.ext.transports.collective:IPCTransport",
         "nccl": "turnwise.ext.transports.collective:NCCLTransport",
     },
+    "run_files": {"turnwise": "turnwise.ext.checks.run_file:pack_run"},
     "commands": {
         "bisect": "turnwise.ext.checks.commands:bisect",
         "check-env": "turnwise.ext.checks.commands:check_env",
@@ -74,6 +75,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "mcp": "turnwise.ext.frameworks.commands:mcp",
         "replay": "turnwise.ext.checks.commands:replay",
         "report": "turnwise.ext.report.command:report",
+        "reproduce": "turnwise.ext.checks.commands:reproduce",
         "rescore": "turnwise.ext.checks.commands:rescore",
         "timeline": "turnwise.ext.report.timeline:timeline",
     },

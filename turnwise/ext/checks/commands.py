@@ -1,4 +1,4 @@
-"""The commands ``turnwise check-env``, ``check-sandbox``, ``replay``, ``bisect`` and ``rescore``."""
+"""The commands ``check-env``, ``check-sandbox``, ``replay``, ``bisect``, ``reproduce`` and ``rescore``."""
 
 from __future__ import annotations
 
@@ -288,6 +288,34 @@ def bisect(
         return
     Console().print(bisection.table())
     typer.echo(bisection.verdict())
+
+
+def reproduce(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run, or its file.", show_default=False)
+    ],
+    runs: Annotated[
+        Path, typer.Option("--runs", help="Folder of the new run's directory, which has the run's name.")
+    ] = Path("runs/reproduced"),
+    allow_differences: Annotated[
+        bool, typer.Option("--allow-differences", help="Execute it anyway; compare rewards where bits differ.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Execute a run again in a new directory, and print that it is equal, bit for bit, or the first difference."""
+    from turnwise.ext.checks.reproduce import reproduce
+
+    result = reproduce(source, runs, allow_differences=allow_differences)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        for line in result.environment:
+            typer.echo(f"differs: {line}")
+        typer.echo(result.verdict())
+        if result.first is not None:
+            typer.echo(result.comparison())
+    if result.first is not None and not (allow_differences and result.alike):
+        raise typer.Exit(1)
 
 
 def rescore(

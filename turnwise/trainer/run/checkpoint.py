@@ -323,6 +323,29 @@ def load_state(directory: Path, *, contents: bool = True) -> TrainerState:
     Raises:
         CheckpointError: There is no checkpoint, or a file is missing, damaged or cannot be read.
     """
+    state, files = _read_record(directory)
+    for name, (size, digest) in files.items():
+        part = directory / name
+        if not part.is_file():
+            raise CheckpointError(f"checkpoint {directory} lacks {name}")
+        if part.stat().st_size != size:
+            raise CheckpointError(f"{part} has {part.stat().st_size} bytes; {size} were saved")
+        if contents and _digest(part) != digest:
+            raise CheckpointError(f"{part} is damaged: its checksum differs from what was saved")
+    return state
+
+
+def weight_digests(store: CheckpointStore) -> dict[int, dict[str, str]]:
+    """Return the SHA-256 of the files of weights in each checkpoint, by step and name. Raises CheckpointError."""
+    files = {step: _read_record(store.path(step))[1] for step in store.steps()}
+    return {
+        step: {name: digest for name, (_, digest) in saved.items() if name.endswith(".safetensors")}
+        for step, saved in files.items()
+    }
+
+
+def _read_record(directory: Path) -> tuple[TrainerState, dict[str, tuple[int, str]]]:
+    """Return a checkpoint's state, and size and digest of its files by name. Raises CheckpointError."""
     file = directory / STATE_FILE
     if not file.is_file():
         raise CheckpointError(f"checkpoint {directory} lacks {STATE_FILE}")
@@ -334,18 +357,9 @@ def load_state(directory: Path, *, contents: bool = True) -> TrainerState:
         if version != SCHEMA_VERSION:
             raise CheckpointError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
         del record["event"]
-        state = TrainerState(**record)
+        return TrainerState(**record), files
     except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is malformed: {error!r}") from error
-    for name, (size, digest) in files.items():
-        part = directory / name
-        if not part.is_file():
-            raise CheckpointError(f"checkpoint {directory} lacks {name}")
-        if part.stat().st_size != size:
-            raise CheckpointError(f"{part} has {part.stat().st_size} bytes; {size} were saved")
-        if contents and _digest(part) != digest:
-            raise CheckpointError(f"{part} is damaged: its checksum differs from what was saved")
-    return state
 
 
 def _digest(file: Path) -> str:

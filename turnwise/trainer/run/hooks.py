@@ -203,6 +203,10 @@ class HookCalls:
                 raise TrainError(_describe_error(hook_class, "__init__", error)) from error
         return cls(hooks, run)
 
+    def add(self, hooks: Hooks) -> None:
+        """Call further hooks, after the others."""
+        self._hooks.append(hooks)
+
     @property
     def max_refills(self) -> int:
         """How often a step refills its batch."""

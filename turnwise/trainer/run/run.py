@@ -2,11 +2,12 @@
 
 A run directory holds ``config.yaml``, ``run.json`` (processes so far and their cost, the first evaluation),
 ``metrics.jsonl``, ``diagnostics.jsonl``, ``trajectories.twz``, ``journal.jsonl``, ``ledger.jsonl``,
-``batches.jsonl``, ``timeline.jsonl``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
+``batches.jsonl``, ``timeline.jsonl``, ``manifest.json``, ``checkpoints/``, ``logs/`` and at the end ``summary.json``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import math
@@ -38,6 +39,7 @@ from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
+from turnwise.trainer.manifest import MANIFEST, write_manifest
 from turnwise.trainer.observe.metrics import figures, finite_metrics, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP
@@ -358,6 +360,10 @@ async def open_run(
             if policy.learner.processes is not None:
                 stack.callback(policy.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
+        if not (directory / MANIFEST).is_file():
+            # Beside the start of servers: a model of many gigabytes is read for its digest.
+            manifest = asyncio.create_task(asyncio.to_thread(write_manifest, directory, config))
+            at_exit(stack, lambda: manifest)
         start.store.tidy(start.state.step, damaged=resume_step is None)
         # Called last, when the servers have ended: then their CPU time is that of children.
         at_exit(stack, partial(_spend, home, started))
