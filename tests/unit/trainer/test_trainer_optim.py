@@ -74,7 +74,7 @@ def test_muon_gets_matrices_and_adamw_the_rest(model_dir: Callable[..., Path], f
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("shape", [(), (5,), (1, 5), (5, 1), (1, 1), (4, 5), (2, 3, 4)])
 def test_every_trainable_tensor_is_in_an_optimizer(name: str, shape: tuple[int, ...]) -> None:
-    """A matrix with a side of 1 is what a LoRA of rank 1, a reward model's head and the gate of an expert have."""
+    """A matrix with a side of 1 is what a LoRA of rank 1, a value head and the gate of an expert have."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

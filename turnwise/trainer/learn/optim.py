@@ -47,8 +47,8 @@ def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> floa
 def split_parameters(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return (weight matrices, embeddings and output matrix, all else) by name; tied parameters once, frozen ones not.
 
-    Weight matrices are those for Muon: two-dimensional, without embeddings and output matrix. A matrix of one row (the
-    head of a reward model) counts as a vector.
+    Weight matrices are those for Muon: two-dimensional, without embeddings and output matrix. A matrix of one row (a
+    LoRA factor of rank 1) counts as a vector.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if (output := model.get_output_embeddings()) is not None:

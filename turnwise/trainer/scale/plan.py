@@ -47,17 +47,6 @@ _REMEDIES: Final = {
     "reference": "set algorithm.kl.offload: true",
 }
 
-_UPDATE_SECONDS: Final = {
-    ("shared_memory", "builtin"): 0.93,
-    ("shared_memory", "vllm"): 2.45,
-    ("gloo", "builtin"): 3.08,
-    ("gloo", "vllm"): 4.10,
-}
-"""CPU seconds of trainer and one server for each 10^9 bytes of an update, by transport and engine.
-
-Measured on CPUs from float32 to bfloat16: by ``benchmarks/real_sync.py`` with SmolLM2-135M, and by
-``benchmarks/sync_scale.py`` with 10^9 parameters on two ranks.
-"""
 _MICRO_BATCH_STEP: Final = 1024
 _LARGEST_MICRO_BATCH: Final = 1 << 17
 """Larger ones make no product faster, and masks grow with their square."""
@@ -136,12 +125,7 @@ class PolicyPlan:
         for part, size in main_memory(self.config, shape):
             yield f"main memory: {gigabytes(size)} for {part}"
         count, dtype = sent_numbers(self.config, shape)
-        size, transport = count * BYTES[dtype] / 1e9, self.config.policy.weight_transport.name
-        yield f"weight update: {size:,.2f} GB in {dtype} to each server"
-        rate = _UPDATE_SECONDS.get((transport, self.config.inference.engine))
-        if rate is not None and self.config.policy.model.lora is None:
-            path, seconds = transport.replace("_", " "), rate * size
-            yield f"  through {path} {seconds:,.1f} CPU-s, at {rate:g} a GB (measured on CPUs, in bfloat16)"
+        yield f"weight update: {count * BYTES[dtype] / 1e9:,.2f} GB in {dtype} to each server"
 
 
 class Plan:
