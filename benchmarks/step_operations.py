@@ -1,10 +1,13 @@
-"""What a train step launches and moves, by optimization: operations that a GPU would start, casts, bytes.
+"""What a train step and a decoding step launch and move: operations that a GPU would start, casts, bytes.
 
-Counted on a CPU in bfloat16 on the rehearsal's model of ``gpu.py`` (two layers), so that a change shows without a GPU.
+A train step by optimization; a decoding step of one and of 64 sequences, sampling included, with layers as they are and
+compiled. Counted on a CPU in bfloat16 on the rehearsal's model of ``gpu.py`` (two layers, 28 for decoding), so that a
+change shows without a GPU.
+
 An operation of torch counts once, and so does a kernel that the compiler made of several; views count as nothing. Bytes
 are those that operations read (their inputs) and write (what they allocate or change in place), and of compiled kernels
 those that the compiler counts. A cast is an operation that only changes a type: those that a compiled kernel contains
-cost nothing.
+cost nothing. Writing to the KV cache and attending to it are one launch each, and move no bytes here.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ from harness.gpu_step import ALL, REHEARSED, Variant, checkpoint, step_rows
 from harness.measure import machine, parse, parser, report
 
 VARIANTS = (
-    Variant("plain", checkpointing=False, whole=True),
-    Variant("fused_loss", ["fused_loss"], checkpointing=False, whole=True),
-    Variant("bfloat16_weights", ["bfloat16_weights"], checkpointing=False, whole=True),
-    Variant("compile", ["compile"], checkpointing=False, whole=True),
-    Variant("all", ALL, checkpointing=False, whole=True),
+    Variant("plain", checkpointing=False, one_batch=True),
+    Variant("fused_loss", ["fused_loss"], checkpointing=False, one_batch=True),
+    Variant("bfloat16_weights", ["bfloat16_weights"], checkpointing=False, one_batch=True),
+    Variant("compile", ["compile"], checkpointing=False, one_batch=True),
+    Variant("all", ALL, checkpointing=False, one_batch=True),
 )
 # More tokens and ids than in the rehearsal, so that the loss has several tiles.
 SIZES = replace(REHEARSED, trained=64, model={**REHEARSED.model, "vocab_size": 32_768})
+DECODING = (1, 64)
+DEPTH = {**SIZES.model, "num_hidden_layers": 28}
+"""Decoding is counted with all layers of the model of ``gpu.py``."""
 COMPILED = "compiled graph"
 _VIEWS = (
     "view", "view_as", "_unsafe_view", "_reshape_alias", "reshape", "transpose", "t", "numpy_T", "mT", "expand",
@@ -47,6 +53,11 @@ def main() -> None:
     for variant in variants:
         results[variant.name] = counted(variant, graphs)
         print(f"{variant.name}: {results[variant.name]}", file=sys.stderr, flush=True)
+    for count in DECODING:
+        for compiled in (False, True):
+            name = f"decode_{count}{'_compiled' if compiled else ''}"
+            results[name] = decoded(count, graphs, compiled=compiled)
+            print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
     report({**results, "sizes": SIZES.model, "machine": machine("turnwise-rl", "torch", "transformers")})
 
 
@@ -66,6 +77,7 @@ class GraphCounts:
         """Have torch compile with graphs that count themselves."""
         import torch
         from torch._inductor import compile_fx, graph
+        from torch._inductor.scheduler import NopKernelSchedulerNode
 
         compiled_graphs: list[tuple[int, int]] = []
         build = graph.GraphLowering._compile_to_module
@@ -73,7 +85,8 @@ class GraphCounts:
         def counting_build(lowering: Any) -> Any:
             module = build(lowering)
             moved, nodes, _ = lowering.count_bytes()
-            compiled_graphs.append((len(nodes), int(moved)))
+            kernels = sum(not isinstance(node, NopKernelSchedulerNode) for node, _ in nodes)
+            compiled_graphs.append((kernels, int(moved)))
             return module
 
         def inner(module: Any, inputs: Any, **keywords: Any) -> Any:
@@ -100,8 +113,6 @@ class GraphCounts:
 
 def counted(variant: Variant, graphs: GraphCounts) -> dict[str, float]:
     """Return what one step of a variant launches, casts and moves."""
-    import torch
-
     from turnwise.trainer.algorithms.config import AlgorithmConfig
     from turnwise.trainer.config.policy import PolicyConfig
     from turnwise.trainer.config.train import BatchConfig
@@ -119,6 +130,61 @@ def counted(variant: Variant, graphs: GraphCounts) -> dict[str, float]:
 
     def step() -> None:
         update_policy(learner, rows, AlgorithmConfig(), batch, seed=0)
+
+    return _counts(step, graphs)
+
+
+@dataclass(slots=True)
+class CountedKernels:
+    """Kernels of decoding that only count.
+
+    Attributes:
+        launches: Calls.
+    """
+
+    launches: int = 0
+
+    def store(self, key: Any, value: Any, rows: Any, geometry: Any, layer: int) -> None:
+        """Count a launch."""
+        del key, value, rows, geometry, layer
+        self.launches += 1
+
+    def attend(self, query: Any, rows: Any, geometry: Any, layer: int, scale: float | None, window: int | None) -> Any:
+        """Count a launch; return memory of the right shape."""
+        del rows, layer, scale, window
+        self.launches += 1
+        return query.new_empty((*query.shape[:2], geometry.value_dim))
+
+
+def decoded(count: int, graphs: GraphCounts, *, compiled: bool) -> dict[str, float]:
+    """Return what a decoding step of so many sequences launches, casts and moves."""
+    import numpy as np
+    import torch
+
+    from turnwise.engine.causal_lm import CausalLM
+    from turnwise.engine.decoding.graphs import DecodeGraphs
+    from turnwise.engine.engine import Engine
+    from turnwise.engine.sampling import RowParams, sample
+
+    model = CausalLM(checkpoint(replace(SIZES, model=DEPTH)), dtype=SIZES.dtype, device="cpu")
+    kernels = CountedKernels()
+    cache = Engine(model, lambda _: None, max_seqs=count)._cache
+    steps = DecodeGraphs(model, cache, kernels, count, compiled=compiled)
+    ones, none = np.ones(count, dtype=np.float32), np.zeros(count, dtype=np.int64)
+    params = RowParams(temperature=ones, top_p=ones, top_k=none, min_p=0 * ones)
+
+    def step() -> None:
+        kernels.launches = 0
+        steps._forward(count)
+        sample(steps._outputs[:count], params, np.full(count, 0.5))
+
+    with torch.inference_mode():
+        counts = _counts(step, graphs)
+    return {**counts, "launches": counts["launches"] + kernels.launches}
+
+
+def _counts(step: Callable[[], None], graphs: GraphCounts) -> dict[str, float]:
+    import torch
 
     step()
     graphs.launches = graphs.moved = 0
@@ -151,7 +217,7 @@ def counted(variant: Variant, graphs: GraphCounts) -> dict[str, float]:
 def _operations(events: Any) -> Iterator[Any]:
     """Yield the operations that contain no other, outside of compiled graphs."""
     for event in events:
-        if event.cpu_children or not event.name.startswith(("aten::", "torch_attn::")):
+        if event.cpu_children or not event.name.startswith(("aten::", "torch_attn::", "mkldnn::")):
             continue
         parent = event.cpu_parent
         while parent is not None and parent.name != COMPILED:

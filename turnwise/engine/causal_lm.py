@@ -242,6 +242,12 @@ class CausalLM:
         return logits
 
     @property
+    def layers(self) -> list[torch.nn.Module]:
+        """Its layers, which compute one after the other."""
+        kinds = set(self._model._no_split_modules or ())
+        return [module for module in self._model.modules() if type(module).__name__ in kinds]
+
+    @property
     def device_peak(self) -> int:
         """Most bytes allocated on the model's GPU so far; 0 on a CPU."""
         return peak_bytes(self.device)

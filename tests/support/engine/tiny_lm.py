@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -57,6 +61,10 @@ def make_model(architecture: str, seed: int = 0, **changes: Any) -> torch.nn.Mod
         model: Any = Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, "tie_word_embeddings": False, **changes}))
     elif architecture == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**{**_SHAPE, "head_dim": 24, "tie_word_embeddings": True, **changes}))
+    elif architecture == "granite":
+        model = GraniteForCausalLM(GraniteConfig(**{**_SHAPE, "logits_scaling": 3.0, **changes}))
+    elif architecture == "olmo2":
+        model = Olmo2ForCausalLM(Olmo2Config(**{**_SHAPE, **changes}))
     elif architecture == "llama":
         model = LlamaForCausalLM(LlamaConfig(**{**_SHAPE, "rope_parameters": _LLAMA3_ROPE, **changes}))
     else:

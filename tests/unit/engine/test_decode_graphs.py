@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from support.engine.decode_reference import PlainKernels
 from support.engine.tiny_lm import ARCHITECTURES, logprobs, make_model, random_prompt, save_model
@@ -46,6 +47,42 @@ def test_sequences_that_come_and_go_are_scored_as_alone(architecture: str, tmp_p
     assert engine._graphs is not None
     # One for each rounded size that occurred, whatever pools the sequences were in.
     assert 4 <= engine._graphs.count <= len({rounded(count) for count in range(1, 17)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "granite", "olmo2"])
+def test_compiled_layers_score_as_plain_ones(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of one to twelve sequences by one function of any number of them, before and after an update."""
+    model, newer = make_model(architecture, 0), make_model(architecture, 1)
+    served = CausalLM(save_model(model, tmp_path), dtype="float32", device="cpu")
+    outputs: list[Output] = []
+    engine = Engine(served, outputs.extend, max_seqs=16, decode_kernels=PlainKernels())
+    engine._graphs = DecodeGraphs(served, engine._cache, PlainKernels(), 16, compiled=True)
+    torch._dynamo.reset()
+    counters.clear()
+    random = np.random.default_rng(0)
+    compiled = 0
+    for reference in (model, newer):
+        prompts = [random_prompt(random, int(size)) for size in random.integers(1, 40, 12)]
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0.0, max_tokens=2 + number // 2, ignore_eos=True)
+            engine.submit(Generation(str(number), prompt.astype(np.int32), params, session_id=str(number)))
+        while engine.step():
+            pass
+        for output in outputs:
+            prompt = prompts[int(output.id)]
+            sequence = np.concatenate([prompt, output.token_ids])
+            assert np.abs(output.logprobs - logprobs(reference, sequence, len(prompt))).max() < 1e-4
+        assert len(outputs) == len(prompts)
+        outputs.clear()
+        engine.update_weights(newer.state_dict(), 1)
+        graphs = counters["stats"]["unique_graphs"]
+        assert compiled in (0, graphs)
+        compiled = graphs
+    assert 0 < compiled <= 12
+    assert "without a compiler" not in caplog.text
 
 
 def test_a_device_without_kernels_records_nothing(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, Self, cast
+from functools import partial
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.accelerator import GraphMemory, has_kernels, recorded
+from turnwise.engine.attention import IMPLEMENTATION, attention
 from turnwise.engine.batching.kv_cache import Geometry, KVCache
 from turnwise.engine.batching.scheduler import ModelInput
 from turnwise.engine.causal_lm import CausalLM
@@ -57,6 +60,40 @@ class RowPlan:
         return self.kernels.attend(query, self.rows, self.geometry, layer, scale, window)
 
 
+class CompiledLayers:
+    """Layers that compute compiled while :meth:`applied`; a kind that cannot be compiled computes as it is.
+
+    Decoding launches some thirty kernels a layer, and a GPU takes longer to start most of them than to compute them:
+    norms, rotary embeddings and activations become few.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Take the layers; those of a class have one function, of one and of several tokens."""
+        # What compiles takes time and memory to import, and is used on GPUs alone.
+        from turnwise.engine.numerics.compilation import CompiledFunction
+
+        self._layers = layers
+        kinds: set[Any] = {type(layer) for layer in layers}
+        self._functions = {kind: CompiledFunction(kind.forward, dynamic=True) for kind in kinds}
+        # It depends on the number of the layer, and would be compiled for each.
+        self._attention: Any = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the layers compute compiled within."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(IMPLEMENTATION, self._attention)
+        for layer in self._layers:
+            layer.forward = partial(self._functions[type(layer)], layer)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+            AttentionInterface.register(IMPLEMENTATION, attention)
+
+
 def rounded(count: int) -> int:
     """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most half as many again."""
     power = 1 << max(0, (count - 1).bit_length() - 1)
@@ -66,13 +103,18 @@ def rounded(count: int) -> int:
 class DecodeGraphs:
     """The recorded graphs of a model over a KV cache."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, kernels: DecodeKernels, max_seqs: int) -> None:
-        """Create an empty set, for steps of up to ``max_seqs`` sequences."""
+    def __init__(
+        self, model: CausalLM, cache: KVCache, kernels: DecodeKernels, max_seqs: int, *, compiled: bool = False
+    ) -> None:
+        """Create an empty set, for steps of up to ``max_seqs`` sequences; with ``compiled`` of compiled layers."""
         self._model = model
         self._cache = cache
         self._kernels = kernels
         self._graphs: dict[int, Callable[[], None]] = {}
         self._memory = GraphMemory(model.device)
+        self._layers: CompiledLayers | None = None
+        if compiled:
+            self._layers = CompiledLayers(model.layers)
         size = rounded(max_seqs)
         # Ids, and the four lines of RowPlan.
         self._inputs = torch.zeros(5 * size, dtype=torch.int64, device=model.device)
@@ -82,7 +124,8 @@ class DecodeGraphs:
     def of(cls, model: CausalLM, cache: KVCache, max_seqs: int, kernels: DecodeKernels | None = None) -> Self | None:
         """Return the graphs of a model, if the device has kernels, or some are given.
 
-        None where it takes images, or keeps routes, of which a recorded graph tells nothing.
+        None where it takes images, or keeps routes, of which a recorded graph tells nothing. Layers are compiled where
+        the device has kernels, but for experts, whose rows depend on the routers.
         """
         geometry = model.geometry
         aligned = max(geometry.key_dim, geometry.value_dim) * model.dtype.itemsize % _ALIGNED == 0
@@ -90,7 +133,8 @@ class DecodeGraphs:
             kernels = cast("DecodeKernels", importlib.import_module("turnwise.engine.decoding.kernels"))
         if kernels is None or model.vision is not None or model.keeps_routes:
             return None
-        return cls(model, cache, kernels, max_seqs)
+        compiled = has_kernels(model.device) and model.routers is None
+        return cls(model, cache, kernels, max_seqs, compiled=compiled)
 
     @property
     def count(self) -> int:
@@ -133,4 +177,5 @@ class DecodeGraphs:
         """Compute the logits of the inputs into the outputs, without the CPU reading any of them."""
         lines = self._inputs[: 5 * size].view(5, size)
         plan = RowPlan(self._kernels, lines[1:], self._model.geometry)
-        self._outputs[:size].copy_(self._model.logits(lines[0], lines[1].clamp(min=0), plan, None))
+        with nullcontext() if self._layers is None else self._layers.applied():
+            self._outputs[:size].copy_(self._model.logits(lines[0], lines[1].clamp(min=0), plan, None))
