@@ -66,6 +66,7 @@ class Batches:
         starts: (process index, step resumed from), in order.
         torn: Whether the last line is cut off by a kill.
         kernels: By process index what the bits of its exact numerics depend on; processes without them have none.
+        by_step: The rows of each step, in order; none where no group had a learning signal.
     """
 
     rows: list[BatchRow]
@@ -74,13 +75,7 @@ class Batches:
     starts: tuple[tuple[int, int], ...]
     torn: bool
     kernels: dict[int, str] = field(default_factory=dict)
-
-    def by_step(self) -> dict[int, list[BatchRow]]:
-        """Return the rows of each step, in order."""
-        steps: dict[int, list[BatchRow]] = {}
-        for row in self.rows:
-            steps.setdefault(row.step, []).append(row)
-        return steps
+    by_step: dict[int, list[BatchRow]] = field(default_factory=dict)
 
 
 def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
@@ -203,8 +198,11 @@ def read_batches(path: Path) -> Batches:
                 records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
-    rows = [row for _, rows in records for row in rows]
-    return Batches(rows, len({step for step, _ in records}), len(rolled_back), tuple(starts), torn, kernels)
+    by_step: dict[int, list[BatchRow]] = {}
+    for step, rows in records:
+        by_step.setdefault(step, []).extend(rows)
+    all_rows = [row for _, rows in records for row in rows]
+    return Batches(all_rows, len(by_step), len(rolled_back), tuple(starts), torn, kernels, by_step)
 
 
 def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:

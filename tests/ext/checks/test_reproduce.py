@@ -17,10 +17,10 @@ from turnwise.envs.basic.lookup import tasks
 from turnwise.errors import ConfigError, FormatError, ReplayError
 from turnwise.ext.checks.reproduce import reproduce
 from turnwise.ext.checks.run_file import pack_run
-from turnwise.rollout.records import BatchRow, first_row, first_token
+from turnwise.rollout.records import BatchRow, BatchWriter, first_row, first_token, read_batches
 from turnwise.trainer.manifest import Manifest, digest_input
 from turnwise.trainer.train import run_train
-from turnwise.trajectory import Segment, Trajectory
+from turnwise.trajectory import Segment, Trajectory, to_samples
 
 
 def rows(file: Path, count: int = 7) -> None:
@@ -231,6 +231,16 @@ def test_rows_of_a_resumed_process_are_equal_and_lengths_differ() -> None:
     assert first_row(recorded, again[:1]) == 1
     assert first_row(recorded, [again[0], row("0-train-1.5-e0/2.0/critic")]) == 1
     assert first_row(recorded, [row("0-train-1.5-e0/0.0", "e"), again[1]]) == 0
+
+
+def test_steps_without_a_trained_row_are_steps(tmp_path: Path) -> None:
+    sample = to_samples(recording([5, 6], [-0.5, -0.25])).rows[0]
+    writer = BatchWriter(tmp_path / "batches.jsonl")
+    for step, samples in ((1, [sample]), (1, []), (2, []), (3, [sample, sample])):
+        writer.write(step, samples)
+    writer.close()
+    by_step = read_batches(tmp_path / "batches.jsonl").by_step
+    assert {step: len(rows) for step, rows in by_step.items()} == {1: 1, 2: 0, 3: 2}
 
 
 def test_manifests_of_one_environment_are_equal_and_folders_have_digests(tmp_path: Path) -> None:

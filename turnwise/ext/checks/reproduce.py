@@ -132,7 +132,7 @@ class RepeatedSteps(Hooks):
             if record.get("step") != self.global_steps:
                 break
             digests = [*(row["digest"] for row in record["rows"]), *digests]
-        if self._equal and digests != self._digests.get(self.global_steps):
+        if self._equal and digests != self._digests.get(self.global_steps, []):
             self.stop("a row differs from the recorded one")
 
 
@@ -156,7 +156,7 @@ def reproduce(
     """
     with TemporaryDirectory(prefix="turnwise-reproduce-") as folder:
         run = PackedRun.open(source, Path(folder))
-        steps = read_batches(run.records / BATCHES).by_step()
+        steps = read_batches(run.records / BATCHES).by_step
         target = runs / run.config.name
         if target.exists():
             raise ConfigError(f"{target} already exists: name another folder with --runs, or remove it")
@@ -191,7 +191,7 @@ def _execute(config: TrainConfig, runs: Path, steps: RepeatedSteps, console: Con
 
 def _compare(run: PackedRun, recorded: Mapping[int, Sequence[BatchRow]], result: Reproduction) -> None:
     """Compare the rows of all steps, and the weights of all checkpoints."""
-    again = read_batches(result.directory / BATCHES).by_step()
+    again = read_batches(result.directory / BATCHES).by_step
     weights = weight_digests(CheckpointStore(result.directory / CHECKPOINTS))
     result.rewards = _rewards(run.records, result.directory)
     for step, rows in recorded.items():
