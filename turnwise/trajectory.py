@@ -478,6 +478,15 @@ class TrainSample:
         """Number of trained ids."""
         return int(self.loss_mask.sum())
 
+    def consistently_routed(self) -> TrainSample:
+        """Return the row, without routes where several weight versions sampled it.
+
+        A server computes what precedes a token by the weights that sample it: experts that others chose for it before
+        are not those of that computation.
+        """
+        several = len(np.unique(self.weight_versions[self.weight_versions >= 0])) > 1
+        return replace(self, routes=None) if several else self
+
 
 @dataclass(frozen=True, slots=True)
 class Samples:

@@ -49,6 +49,18 @@ def test_the_audit_recomputes_each_log_probability_with_difference_0(exact_run: 
     assert report.figures["largest difference of a logprob"] == 0.0
 
 
+@pytest.mark.long
+def test_ranks_compute_each_log_probability_of_their_servers(lookup_model: Path, tmp_path: Path) -> None:
+    policies = {"main": {"engine": "fsdp", "engine_options": {"ranks": 2}, "model": {"threads": 2}}}
+    config = train_config(lookup_model, tmp_path, inference=EXACT, policies=policies)
+    run = run_train(config, console=silent()).directory
+    steps = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+    assert {value for record in steps for name, value in record.items() if name.startswith("gap/")} == {0.0}
+    report = audit_run(run, at_most=10**6, console=silent())
+    assert report.contradictions == []
+    assert report.counts[EQUAL] == report.counts["logprobs recomputed"] > 100
+
+
 def change_weight(checkpoint: Path, name: str, index: tuple[int, int], bit: int) -> None:
     """Change a bit of a weight, and the checksum of its file, so that the checkpoint counts as intact."""
     file, state = checkpoint / "model.safetensors", checkpoint / "trainer_state.json"
@@ -94,7 +106,8 @@ def test_servers_in_bfloat16_cannot_be_exact(lookup_model: Path, tmp_path: Path)
         ({"model": {"compute_dtype": "bfloat16"}}, "model.compute_dtype"),
         ({"model": {"lora": {"rank": 2}}}, "model.lora"),
         ({"model": {"optimizations": ["varlen"]}}, "model.optimizations"),
-        ({"engine": "fsdp"}, "engine"),
+        ({"engine": "fsdp", "engine_options": {"mixed_precision": True}}, "engine_options.mixed_precision"),
+        ({"engine": "fsdp", "engine_options": {"expert_parallel": 2}}, "engine_options.expert_parallel"),
     ],
 )
 def test_policies_that_cannot_be_exact_are_refused_by_key(

@@ -492,7 +492,7 @@ class CausalLM:
         try:
             if self._sees:
                 raise ValueError("its vision tower attends with kernels whose sums depend on the images of a batch")
-            layers = make_exact(self._model)
+            layers = make_exact(self._model, self.device)
         except ValueError as error:
             raise InferenceError(f"{self._architecture} cannot be served with exact numerics: {error}") from error
         for layer in layers:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -19,21 +20,25 @@ from support.engine.families import save_family
 from support.engine.tiny_lm import make_model, save_model
 from support.property_tests import examples
 from support.trainer.architectures import save_tiny
+from support.trainer.ranks import WarmRanks, pair_of_ranks
 from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.engine.numerics.self_check import capability
 from turnwise.errors import InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
-from turnwise.trainer.config.policy import LoRAConfig
+from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.core import TrainRow
+from turnwise.trainer.learn.fsdp_learner import FSDPLearner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective
+from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.model.checks import check_exact
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trajectory import TrainSample
-from turnwise.types import SamplingParams
+from turnwise.types import SamplingParams, last_rows
 
 VOCABULARY = 60
-FAMILIES = ("qwen3", "llama", "gemma3_text")
+FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 TEMPERATURES = (1.0, 0.7, 0.0)
 
 
@@ -44,6 +49,8 @@ def model_of(family: str) -> Path:
     if family == "gemma3_text":
         # A window that is shorter than most sequences.
         save_tiny(family, folder, vocab_size=VOCABULARY, max_position_embeddings=256, sliding_window=12)
+    elif family == "qwen3_moe":
+        save_family(family, folder, vocab_size=VOCABULARY, max_position_embeddings=256)
     else:
         save_model(make_model(family, max_position_embeddings=1024), folder)
     return folder
@@ -53,7 +60,7 @@ def model_of(family: str) -> Path:
 def loaded(family: str) -> tuple[CausalLM, Policy, dict[str, torch.Tensor]]:
     """Return a family's model in the engine and in the trainer, both exact, and its first weights."""
     directory = model_of(family)
-    engine_side = CausalLM(directory, exact=True)
+    engine_side = CausalLM(directory, exact=True, routed_experts=family == "qwen3_moe")
     policy = load_model(directory, exact=True)
     return engine_side, policy, {name: weight.clone() for name, weight in policy.model.state_dict().items()}
 
@@ -76,14 +83,16 @@ class Sampler:
         model, policy, weights = loaded(self.family)
         policy.model.load_state_dict(weights)
         self.engine = Engine(model, self._take, **self.options)
-        self.update(policy, 0)
+        self.update(policy.named_weights(), 0)
 
     def _take(self, outputs: list[Output]) -> None:
         self.outputs |= {output.id: output for output in outputs}
 
     def submit(self, prompt: np.ndarray, tokens: int, temperature: float) -> str:
         name = str(len(self.requests))
-        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=len(name), ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=tokens, seed=len(name), ignore_eos=True, routes_from=0
+        )
         self.requests[name] = Generation(id=name, prompt=prompt.astype(np.int32), params=params)
         self.engine.submit(self.requests[name])
         return name
@@ -96,9 +105,31 @@ class Sampler:
         while self.engine.step():
             pass
 
-    def update(self, policy: Policy, version: int) -> None:
-        self.engine.update_weights({name: tensor.clone() for name, tensor in policy.named_weights()}, version)
-        self.version = version
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
+        self.version = self.version + 1 if version is None else version
+        self.engine.update_weights({name: tensor.clone() for name, tensor in weights}, self.version)
+
+    def play(self, actions: list[tuple[Any, ...]]) -> Iterator[str]:
+        """Do what happens to an engine, updates aside, and yield the kind of each action."""
+        draw = np.random.default_rng(len(actions))
+        common = draw.integers(3, VOCABULARY, 40)
+        for kind, *numbers in actions:
+            if kind == "submit":
+                shared_tokens, more, budget, temperature = numbers
+                prompt = np.concatenate([common[:shared_tokens], draw.integers(3, VOCABULARY, more)])
+                self.submit(prompt, budget, TEMPERATURES[temperature])
+            elif kind == "continue" and self.outputs:
+                name = list(self.outputs)[numbers[0] % len(self.outputs)]
+                ids = np.concatenate([self.requests[name].prompt, self.outputs[name].token_ids])
+                if len(ids) < 200:
+                    self.submit(np.concatenate([ids, draw.integers(3, VOCABULARY, numbers[1])]), numbers[2], 1.0)
+            elif kind == "steps":
+                self.steps(numbers[0])
+            elif kind == "abort":
+                self.engine.abort(None)
+            elif kind == "drain":
+                self.drain()
+            yield kind
 
     def rows(self, version: int) -> list[TrainRow]:
         """Return a row for each completion that a version sampled some of."""
@@ -108,13 +139,16 @@ class Sampler:
             ids = np.concatenate([prompt, output.token_ids])
             mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
             logprobs[len(prompt) :] = output.logprobs
+            zeros, versions = np.zeros(len(ids), np.int32), np.full(len(ids), -1, np.int32)
             for number, start, end in output.weight_versions:
                 mask[len(prompt) + start : len(prompt) + end] = number == version
-            zeros = np.zeros(len(ids), np.int32)
+                versions[len(prompt) + start : len(prompt) + end] = number
             if mask.any():
+                assert (output.routes is None) == (self.family != "qwen3_moe")
                 temperature = self.requests[name].params.temperature or 1.0
-                sample = TrainSample(ids, mask, logprobs, zeros, zeros, name, "g", 0, ())
-                rows.append(TrainRow(sample, temperature=temperature))
+                routes = None if output.routes is None else last_rows(output.routes, len(ids))
+                sample = TrainSample(ids, mask, logprobs, versions, zeros, name, "g", 0, (), routes)
+                rows.append(TrainRow(sample.consistently_routed(), temperature=temperature))
         return rows
 
 
@@ -154,31 +188,17 @@ def test_recorded_logprobs_equal_the_trainers_forward_bit_for_bit(
     family: str, actions: list[tuple[Any, ...]], chunk: int, threads: tuple[int, int], tokens: int, shared: bool
 ) -> None:
     torch.set_num_threads(threads[0])
-    draw = np.random.default_rng(len(actions))
     sampler, policy = Sampler(family, {"max_batch_tokens": chunk}), loaded(family)[1]
     policies = {0: {name: weight.clone() for name, weight in policy.model.state_dict().items()}}
-    common = draw.integers(3, VOCABULARY, 40)
-    for kind, *numbers in actions:
-        if kind == "submit":
-            shared_tokens, more, budget, temperature = numbers
-            prompt = np.concatenate([common[:shared_tokens], draw.integers(3, VOCABULARY, more)])
-            sampler.submit(prompt, budget, TEMPERATURES[temperature])
-        elif kind == "continue" and sampler.outputs:
-            name = list(sampler.outputs)[numbers[0] % len(sampler.outputs)]
-            ids = np.concatenate([sampler.requests[name].prompt, sampler.outputs[name].token_ids])
-            if len(ids) < 200:
-                sampler.submit(np.concatenate([ids, draw.integers(3, VOCABULARY, numbers[1])]), numbers[2], 1.0)
-        elif kind == "steps":
-            sampler.steps(numbers[0])
-        elif kind == "abort":
-            sampler.engine.abort(None)
-        elif kind == "drain":
-            sampler.drain()
-        elif kind == "update":
+    for kind in sampler.play(actions):
+        if kind == "update":
             with torch.no_grad():
-                for parameter in policy.model.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-            sampler.update(policy, sampler.version + 1)
+                for name, parameter in policy.model.named_parameters():
+                    # Routers choose other experts for many tokens.
+                    parameter.add_(
+                        torch.randn_like(parameter), alpha=0.05 if name.endswith("mlp.gate.weight") else 1e-3
+                    )
+            sampler.update(policy.named_weights())
             policies[sampler.version] = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
     sampler.drain()
     torch.set_num_threads(threads[1])
@@ -186,6 +206,42 @@ def test_recorded_logprobs_equal_the_trainers_forward_bit_for_bit(
         policy.model.load_state_dict(weights)
         if rows := sampler.rows(version):
             assert differing(policy, rows, tokens, shared=shared) == 0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WarmRanks]:
+    with pair_of_ranks() as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_logprobs_equal_those_of_two_ranks_bit_for_bit(family: str, together: int, ranks: WarmRanks) -> None:
+    config = PolicyConfig.model_validate({"model": {"path": model_of(family)}, "inference": {"engine": "exact"}})
+    learner = FSDPLearner(ranks, config, 100, sharding=Sharding(2, sequence_parallel=together))
+
+    @settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(actions=actions(), tokens=st.sampled_from([1, 100, 4096]))
+    def check(actions: list[tuple[Any, ...]], tokens: int) -> None:
+        sampler = Sampler(family, {"max_batch_tokens": 33})
+        sampler.update(learner.export_weights(), 0)
+        for kind in chain(sampler.play(actions), ["update"]):
+            if kind != "update":
+                continue
+            sampler.drain()
+            if rows := sampler.rows(sampler.version):
+                longest = max(len(row.sample.input_ids) for row in rows)
+                batches = pack(rows, max(tokens, longest), share_prefixes=tokens > 1)
+                scored = learner.logprobs(batches)
+                assert all(
+                    torch.equal(logprobs, batch.rollout_logprobs)
+                    for logprobs, batch in zip(scored, batches, strict=True)
+                )
+                learner.forward_backward(batches, CrossEntropyObjective(), 10.0)
+                learner.optim_step()
+            sampler.update(learner.export_weights())
+
+    check()
 
 
 def test_paths_of_several_key_blocks_are_exact() -> None:
@@ -239,7 +295,7 @@ def test_gradients_are_those_of_the_default_to_rounding_and_of_checkpointing_to_
     ("family", "settings_", "operation"),
     [
         ("deepseek_v3", {"first_k_dense_replace": 2}, "values of another size than keys"),
-        ("qwen3_moe", {}, "the products of its experts"),
+        ("olmoe", {}, "the products of its experts"),
         ("gpt_neox", {"hidden_act": "gelu"}, "the function gelu"),
     ],
 )

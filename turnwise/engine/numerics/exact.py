@@ -9,12 +9,14 @@ get equal bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from turnwise.engine.accelerator import on_cpu
 
@@ -214,15 +216,17 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def make_exact(model: nn.Module) -> list[ExactLinear]:
+def make_exact(model: Any, device: torch.device) -> list[ExactLinear]:
     """Substitute the operations of a float32 model on a CPU, and return its products; attention is its caller's choice.
+
+    The model may have no memory yet: ``device`` is that of its products.
 
     Raises:
         ValueError: The model, its type or its device has no exact form; names the operation.
     """
     weight = next(iter(model.parameters()))
-    if not on_cpu(weight.device):
-        raise ValueError(f"products on {weight.device.type} add up in an order that depends on their rows")
+    if not on_cpu(device):
+        raise ValueError(f"products on {device.type} add up in an order that depends on their rows")
     if weight.dtype != torch.float32:
         raise ValueError(
             f"its weights are {str(weight.dtype).removeprefix('torch.')}: the trainer's products are float32"
@@ -238,9 +242,31 @@ def make_exact(model: nn.Module) -> list[ExactLinear]:
                 setattr(parent, name, layer)
             elif (kind := type(child).__name__) in _ACTIVATIONS:
                 setattr(parent, name, ExactActivation(_ACTIVATIONS[kind]))
+            elif kind in _MIXTURES:
+                # Else all experts are one product, whose rows are those of a batch.
+                model.set_experts_implementation("eager")
+                child.forward = partial(_by_packed_products, child.forward)
             elif getattr(child, "gate_up_proj", None) is not None and isinstance(child.gate_up_proj, nn.Parameter):
                 raise ValueError(f"the products of its experts ({type(child).__name__}) have no exact form")
     return packed
 
 
+class _PackedProducts(TorchFunctionMode):
+    """Computes products of functions by layouts that are packed for the call: weights of mixtures are in no layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args
+        if torch.is_grad_enabled():
+            return _Product.apply(rows, weight, None, pack_weight(weight))  # type: ignore[no-untyped-call]
+        return multiply(rows, pack_weight(weight))
+
+
+def _by_packed_products(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _PackedProducts():
+        return forward(*args, **kwargs)
+
+
+_MIXTURES = {"Qwen3MoeTopKRouter", "Qwen3MoeExperts"}
 _ACTIVATIONS = {"SiLU": None, "SiLUActivation": None, "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}

@@ -75,9 +75,16 @@ class Experience:
 
 
 def collect(
-    groups: Sequence[TrajectoryGroup], *, policy: str = "main", max_tokens_per_row: int | None = None
+    groups: Sequence[TrajectoryGroup],
+    *,
+    policy: str = "main",
+    max_tokens_per_row: int | None = None,
+    exact: bool = False,
 ) -> StepTrajectories:
     """Return the trainable trajectories of groups, with their rows, truncated to ``max_tokens_per_row``.
+
+    With ``exact`` numerics rows of several weight versions are routed freely, by which the present version's tokens get
+    their log-probabilities to the last bit.
 
     Dropped are trajectories that ended with an error (an infrastructure failure is not a reward), those without sampled
     tokens, and those of other policies.
@@ -97,7 +104,8 @@ def collect(
     }
     if baselines:
         metrics["reward/greedy"] = sum(baselines.values()) / len(baselines)
-    return StepTrajectories(trajectories, [rows.rows for rows in samples], metrics, baselines)
+    rows = [[row.consistently_routed() if exact else row for row in part.rows] for part in samples]
+    return StepTrajectories(trajectories, rows, metrics, baselines)
 
 
 def build_experience(

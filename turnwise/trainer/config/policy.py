@@ -315,9 +315,15 @@ def check_exact(name: str, policy: PolicyConfig) -> None:
     Raises:
         ValueError: One has none; names key, value and operation.
     """
-    model, device = policy.model, policy.model.device
+    model, device, options = policy.model, policy.model.device, policy.engine_options
     inexact = {
-        "engine": (policy.engine, policy.engine != "torch", "whose learner has other products: set it to torch"),
+        "engine": (
+            policy.engine, policy.engine not in ("torch", "fsdp"), "whose learner has other products: set it to torch"
+        ),
+        **{
+            f"engine_options.{option}": (options.get(option), options.get(option, exact) != exact, why)
+            for option, (exact, why) in _INEXACT_OPTIONS.items()
+        },
         "model.device": (device, device not in (AUTO, CPU), "whose products depend on the batch: set it to cpu"),
         "model.compute_dtype": (
             model.compute_dtype, model.compute_dtype != "float32", "which rounds products: set it to float32"
@@ -331,6 +337,12 @@ def check_exact(name: str, policy: PolicyConfig) -> None:
                 f"inference.engine is exact, but policies.{name}.{key} is {value}, {why}, or set inference.engine to "
                 "builtin"
             )
+
+
+_INEXACT_OPTIONS = {
+    "mixed_precision": (False, "which rounds weights: remove it"),
+    "expert_parallel": (1, "whose ranks compute experts by other products: set it to 1"),
+}
 
 
 def merged_section(defaults: SectionT, policy: SectionT, key: str) -> SectionT:

@@ -39,7 +39,7 @@ from turnwise.model.core import WeightManifest
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
+from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.adamw import new_state
 from turnwise.trainer.learn.learner import Objective, StepResult
@@ -285,8 +285,7 @@ def _read_counters(directory: Path) -> dict[str, Any]:
 
 def _gather_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor without its shards; all ranks have to call it at the same time."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _call_in_first(
@@ -346,19 +345,18 @@ class RankModel:
 
         ``total_steps`` is None for one that is not trained.
         """
-        opener = partial(_load, device, config.model, sharding, trained=total_steps is not None, values=values)
+        opener = partial(_load, device, config, sharding, trained=total_steps is not None, values=values)
         root, trained = opener(path)
         policy: Policy = root.policy
         if (size := sharding.sequence_parallel) > 1:
             neighbours = _mesh(device, group=sharding.ranks // size, sequence=size)["sequence"]
             policy.sequence = SequenceGroup(size, neighbours.get_local_rank(), neighbours.get_group())
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
-        weights = PolicyWeights(policy.model, policy.lora)
-        model = cls(policy, root, opener, optimizer, weights, root.head)
+        model = cls(policy, root, opener, optimizer, PolicyWeights(policy.model, policy.lora), root.head)
         limits = policy.vocab_size, policy.rope_limit
         starts_bare = policy.lora is not None and not policy.lora.continued
         if (lora := policy.served_lora) is None:
-            return model, ModelFacts(tuple(weights), *limits, None, starts_bare)
+            return model, ModelFacts(tuple(model.weights), *limits, None, starts_bare)
         return model, ModelFacts(tuple(dict(lora.tensors())), *limits, lora.info, starts_bare)
 
     def forward_backward(
@@ -451,12 +449,11 @@ class RankModel:
         else:
             stream = WeightStream(self.weights.types(), self._gather_all(None))
             _call_in_first(partial(write_weight_file, directory / _WEIGHTS_FILE), stream)
-        head = None
-        if self.head is not None:
-            head = {name: _gather_tensor(tensor).cpu() for name, tensor in self.head.state_dict().items()}
+        shards = {} if self.head is None else self.head.state_dict()
+        head = {name: _gather_tensor(tensor).cpu() for name, tensor in shards.items()}
         if dist.get_rank() == 0:
             self.policy.save_settings(directory)
-            if head is not None:
+            if head:
                 torch.save({"head": head}, directory / HEAD_FILE)
 
     def save_state(self, directory: Path) -> None:
@@ -495,9 +492,10 @@ class RankModel:
 
 
 def _load(
-    device: str, model: ModelConfig, sharding: Sharding, path: Path, *, trained: bool, values: bool
+    device: str, config: PolicyConfig, sharding: Sharding, path: Path, *, trained: bool, values: bool
 ) -> tuple[Any, nn.Module]:
     """Load the rank's shards of a model; return the module that scores, and the one whose parameters are trained."""
+    model = config.model
     # What is gathered while the model is checked goes back to the system: pieces of it would fit nothing later.
     keep_freed_memory(1 << 20)
     with _together(path):
@@ -516,6 +514,8 @@ def _load(
                     "name other targets"
                 )
             policy.lora.draw()
+        if config.exact and not values:
+            policy.substitute_operations(torch.device(device))
         if not trained:
             policy.model.requires_grad_(False)
         head = open_head(policy.model, path) if values else None

@@ -313,7 +313,12 @@ async def _prepare_experience(policy: TrainedPolicy, batch: Batch, train_thread:
 
 def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
     config = policy.config
-    collected = collect(batch.groups, policy=policy.name, max_tokens_per_row=config.batch.max_tokens_per_row)
+    collected = collect(
+        batch.groups,
+        policy=policy.name,
+        max_tokens_per_row=config.batch.max_tokens_per_row,
+        exact=config.inference.exact,
+    )
     if not collected.metrics["batch/trajectories"]:
         return Experience([], collected.metrics)
     if policy.kl is not None:

@@ -118,8 +118,8 @@ class Policy:
         """Whether log-probabilities are those of the built-in engine to the last bit."""
         return bool(self.products)
 
-    def substitute_operations(self) -> None:
-        """Substitute the operations of the model by exact ones. Raises TrainError."""
+    def substitute_operations(self, device: torch.device) -> None:
+        """Substitute the operations of the model, which will compute on a device, by exact ones. Raises TrainError."""
         name = type(self.model).__name__
         try:
             if self.lora is not None:
@@ -130,7 +130,7 @@ class Policy:
                 raise ValueError(
                     f"products in {self.compute_dtype} (compute_dtype) are rounded otherwise than the server's"
                 )
-            self.products = make_exact(self.model)
+            self.products = make_exact(self.model, device)
         except ValueError as error:
             raise TrainError(f"{name} cannot be trained with exact numerics: {error}") from error
 
@@ -416,7 +416,7 @@ def load_model(
     model = policy.model
     model.to(device)
     if exact:
-        policy.substitute_operations()
+        policy.substitute_operations(device)
     policy.check()
     if freeze_vision:
         _freeze_vision(model)

@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -200,7 +200,9 @@ def _turns(
                 slot = len(turns) if len(turns) < at_most else draw.randrange(seen[version])
                 if slot < at_most:
                     exact = equal and weights[version].exact
-                    turns[slot : slot + 1] = [(_sample(trajectory, segment, span), divisor, exact)]
+                    sample = _sample(trajectory, segment, span)
+                    # Equal bits come with equal experts; those of earlier turns may be another version's.
+                    turns[slot : slot + 1] = [(replace(sample, routes=None) if exact else sample, divisor, exact)]
     return turns_by_version, unchecked
 
 
