@@ -83,6 +83,21 @@ def test_released_gradients_update_without_clipping_and_with_moments_of_8_bits(
     assert_equal_steps(released, plain, rows_of(row))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_released_gradients_of_compiled_layers_update_as_those_of_the_step(
+    model_dir: Callable[..., Path], row: Row, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipped, so that each graph's backward pass runs twice."""
+    compiled: list[Optimization] = ["compile", "fused_loss"]
+    plain, released = (
+        learner_of(model_dir(family), names, max_grad_norm=0.01)
+        for names in (compiled, [*compiled, "release_gradients"])
+    )
+    assert released.policy.optimizations == {*compiled, "release_gradients"}
+    assert_equal_steps(released, plain, rows_of(row))
+
+
 def test_several_micro_batches_add_up_gradients_with_one_warning(
     model_dir: Callable[..., Path], row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:

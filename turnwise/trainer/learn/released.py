@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
+from torch.compiler import config as compiler
 
 from turnwise.errors import TrainError
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.optim import OptimizerSet
 
 _KEY = "policies.main.model.optimizations has release_gradients"
+_TAG = " retained"
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,17 @@ def check_release(config: PolicyConfig, options: Mapping[str, Any] | None = None
         raise TrainError(f"{_KEY}, but critic.kind is shared, with gradients of two optimizers: choose own")
 
 
+def _retain_compiled_graphs() -> None:
+    """Have graphs that are compiled from now on leave what a second backward pass needs.
+
+    By default they write over it. torch's cache on disk does not tell such graphs from others (torch 2.13), and would
+    give wrong gradients: theirs have a tag.
+    """
+    functorch.donated_buffer = False
+    if _TAG not in compiler.cache_key_tag:
+        compiler.cache_key_tag += _TAG
+
+
 class GradientRelease:
     """The updates of a module whose gradients are released.
 
@@ -50,6 +64,7 @@ class GradientRelease:
 
     def __init__(self, trained: nn.Module, optimizers: OptimizerSet) -> None:
         """Watch the gradients of a module's parameters."""
+        _retain_compiled_graphs()
         self.loss: Tensor | None = None
         self._parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         self._optimizers = optimizers
