@@ -13,13 +13,16 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from support.processes.warm import run_command
 from support.trainer.job_bars import hold_to_bars, mostly_fails
 from support.trainer.lookup_run import EXAMPLE, lines, silent, take_warm, train_config
+from turnwise.cli.app import app
 from turnwise.errors import ConfigError
 from turnwise.rollout.journal.state import seal, unseal
 from turnwise.trainer.run.audit import audit_run
+from turnwise.trainer.run.certificate import CERTIFICATE, certificate_notes
 from turnwise.trainer.train import run_train
 
 EXACT = {"engine": "exact"}
@@ -81,6 +84,21 @@ def test_the_audit_finds_a_changed_bit_of_one_weight(exact_run: Path, tmp_path: 
     assert all("sampled by version 1 (step_000001): the logprob of position" in text for text in report.contradictions)
     # By a tolerance for other orders of sums it is not seen.
     assert report.figures["largest difference of a logprob"] < 1e-5
+
+
+def test_a_certificate_is_verified_again_and_a_changed_run_named(exact_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exact_run, tmp_path / "run")
+    file = run / CERTIFICATE
+    few = ("audit", str(run), "--at-most", "2")
+    assert CliRunner().invoke(app, [*few, "--certificate", str(file)]).exit_code == 0
+    holds = CliRunner().invoke(app, ["audit", str(run), "--check", str(file)])
+    assert (holds.exit_code, "holds: the run proves all of it again" in holds.output) == (0, True)
+    assert "log-probabilities within 0 " in certificate_notes(run)[0]
+    # A change that these two turns do not show.
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+    changed = CliRunner().invoke(app, ["audit", str(run), "--check", str(file)])
+    assert changed.exit_code == 1
+    assert "weights step_000003/model.safetensors: the certificate has" in changed.output
 
 
 def test_bits_of_other_kernels_are_not_compared(exact_run: Path, tmp_path: Path) -> None:

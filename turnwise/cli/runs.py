@@ -32,12 +32,41 @@ def audit(
     at_most: Annotated[
         int, typer.Option("--at-most", min=1, help="Recompute at most this many turns per weight version.")
     ] = 256,
+    certificate: Annotated[
+        Path | None, typer.Option(help="Write what was proven to this file of JSON, with its hash.", show_default=False)
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Verify a certificate again, with its own settings.", show_default=False)
+    ] = None,
 ) -> None:
     """Verify from a run's files that tokens were recorded and trained exactly; exit 1 on a contradiction."""
     from turnwise.trainer.run.audit import audit_run
+    from turnwise.trainer.run.certificate import (
+        certificate_differences,
+        certificate_of,
+        read_certificate,
+        write_certificate,
+    )
 
-    if not audit_run(run, recompute=recompute, at_most=at_most).sound:
+    stated = None if check is None else read_certificate(check)
+    if stated is not None:
+        recompute, at_most = stated["recompute"], stated["at_most"]
+    report = audit_run(run, recompute=recompute, at_most=at_most)
+    if not report.sound:
         raise typer.Exit(1)
+    if certificate is None and stated is None:
+        return
+    present = certificate_of(run, report, recompute=recompute, at_most=at_most)
+    if certificate is not None:
+        write_certificate(certificate, present)
+        typer.echo(f"wrote {certificate}, sha256 {present['sha256']}")
+    if stated is not None:
+        differences = certificate_differences(stated, present)
+        for line in differences:
+            typer.echo(f"✗ {line}", err=True)
+        if differences:
+            raise typer.Exit(1)
+        typer.echo(f"✓ {check} holds: the run proves all of it again")
 
 
 def compare(

@@ -19,6 +19,7 @@ from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderE
 from turnwise.evaluation.directory import success_rule
 from turnwise.trainer.observe.metrics import figures, meaning
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trainer.run.certificate import certificate_notes
 from turnwise.trajectory_file import TRAJECTORIES
 
 REDACTED: Final = "***"
@@ -205,6 +206,7 @@ def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
     facts.models = [*_checkpoints(source), *facts.models, *(folder for folder in initial_models if folder.is_dir())]
     if curves.is_file():
         facts.kind = "training"
+        facts.notes += certificate_notes(source)
         if metrics:
             facts.add_records(read_metrics(curves), facts.notes)
             facts.gaps = read_gaps(source / "diagnostics.jsonl", facts.notes)

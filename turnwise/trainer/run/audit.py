@@ -35,6 +35,13 @@ _TOLERANCE = 1e-4
 _MEAN_TOLERANCE_HALF = 0.05
 # Scores by which a router's experts may be in another order on the server.
 _ROUTE_TOLERANCE = 1e-3
+BOUNDS = {
+    "float32": _TOLERANCE,
+    "mean of bfloat16": _MEAN_TOLERANCE_HALF,
+    "experts": _ROUTE_TOLERANCE,
+    "exact numerics": 0.0,
+}
+"""By how much what is recomputed may differ."""
 _MOST_SHOWN = 50
 _TOKENS_AT_ONCE = 4096
 
