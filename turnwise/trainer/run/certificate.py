@@ -23,12 +23,39 @@ from turnwise.recorder.ledger import LEDGER
 from turnwise.rollout.audit import BATCHES, AuditReport
 from turnwise.rollout.journal.state import JOURNAL
 from turnwise.trainer.manifest import digest_input
-from turnwise.trainer.run.audit import BOUNDS, CHECKPOINTS, CONFIG
+from turnwise.trainer.run.audit import BOUNDS, CHECKPOINTS, CONFIG, audit_run
+from turnwise.trainer.run.checkpoint import CheckpointStore, weight_digests
 from turnwise.trajectory_file import TRAJECTORIES
 
 CERTIFICATE = "certificate.json"
 """Where the report looks for the certificate of a run, in its directory."""
 SCHEMA_VERSION = 1
+
+
+def audit_certified(
+    run: Path, *, recompute: bool, at_most: int, certificate: Path | None = None, check: Path | None = None
+) -> list[str]:
+    """Audit a run, print the findings, and return what differs from a certificate that is verified again.
+
+    Args:
+        run: Its directory.
+        recompute: Whether log-probabilities are recomputed; with ``check`` as the certificate says.
+        at_most: Turns to recompute per weight version; likewise.
+        certificate: Where to write the certificate of the run as it is now.
+        check: The certificate to verify.
+
+    Raises:
+        AuditError: The run lacks required files or has contradictions; or ``check`` is no certificate, or was changed.
+        CheckpointError: A checkpoint is incomplete.
+    """
+    stated = None if check is None else read_certificate(check)
+    if stated is not None:
+        recompute, at_most = stated["recompute"], stated["at_most"]
+    report = audit_run(run, recompute=recompute, at_most=at_most)
+    present = certificate_of(run, report, recompute=recompute, at_most=at_most)
+    if certificate is not None:
+        write_certificate(certificate, present)
+    return [] if stated is None else certificate_differences(stated, present)
 
 
 def certificate_of(run: Path, report: AuditReport, *, recompute: bool, at_most: int) -> dict[str, Any]:
@@ -44,9 +71,6 @@ def certificate_of(run: Path, report: AuditReport, *, recompute: bool, at_most: 
         AuditError: The audit found contradictions.
         CheckpointError: A checkpoint is incomplete.
     """
-    # It brings torch, which the report does not need.
-    from turnwise.trainer.run.checkpoint import CheckpointStore, weight_digests
-
     if not report.sound:
         raise AuditError(f"{run} gets no certificate: the audit found {len(report.contradictions)} contradictions")
     files = [run / name for name in (CONFIG, LEDGER, "ledgers", TRAJECTORIES, BATCHES, JOURNAL)]
