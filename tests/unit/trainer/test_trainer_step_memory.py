@@ -182,7 +182,7 @@ def test_offloaded_activations_are_those_that_the_plan_counts(
     policy = load_model(model_dir("qwen3"), gradient_checkpointing=True)
     copies: list[Tensor] = []
     inputs: list[weakref.ref[Any]] = []
-    empty = torch.empty
+    empty = torch.empty_like
 
     def noted(*sizes: Any, **options: Any) -> Tensor:
         tensor = empty(*sizes, **options)
@@ -195,7 +195,7 @@ def test_offloaded_activations_are_those_that_the_plan_counts(
 
     for layer in policy.model.model.layers:
         layer.register_forward_pre_hook(note)
-    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(torch, "empty_like", noted)
     (batch,) = pack(rows_of(row), 1000, share_prefixes=True)
     with optimizations.offloading(policy.model):
         states = policy.states(batch)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.accelerator import has_kernels, on_cpu
+from turnwise.engine.accelerator import has_kernels, main_memory, on_cpu
 from turnwise.trainer.config.policy import BASES, Optimization
 from turnwise.trainer.model.attention import varlen_obstacle
 
@@ -92,7 +92,8 @@ def offloading(model: nn.Module) -> Iterator[None]:
     def store(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if tensor.nbytes < _LEAST_OFFLOADED or tensor.untyped_storage().data_ptr() in weights:
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu(tensor.device))
+        # Strides are kept: kernels choose their order of sums by them.
+        copy = torch.empty_like(tensor, device=main_memory(), pin_memory=not on_cpu(tensor.device))
         return tensor.device, copy.copy_(tensor, non_blocking=True)
 
     def load(stored: Tensor | tuple[torch.device, Tensor]) -> Tensor:
