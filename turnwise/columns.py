@@ -10,17 +10,8 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError
-from turnwise.trajectory import (
-    ReadMedia,
-    Segment,
-    Trajectory,
-    WriteMedia,
-    check_finite,
-    dump_records,
-    read_segment,
-    segment_record,
-)
-from turnwise.types import Routes
+from turnwise.trajectory import Segment, Trajectory, check_finite, dump_records, read_segment, segment_record
+from turnwise.types import ReadMedia, Routes, WriteMedia
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 DTYPES = {

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,19 @@ from turnwise.types import (
     FinishReason,
     Logprobs,
     Media,
+    ReadMedia,
     RewardEvent,
     Routes,
+    SamplingMask,
     Search,
     StopReason,
     TokenIds,
     VersionSpan,
+    WriteMedia,
+    decode_mask,
     decode_routes,
     encode_routes,
+    join_masks,
     join_routes,
 )
 
@@ -55,6 +60,7 @@ class Segment:
             None for no such ids.
         media: Images of the ids, with positions in this segment; without ids (a recording of text) all at 0.
         routes: The experts that a mixture model chose for the ids, or None.
+        mask: Sampled segments only: what truncation kept of the vocabulary for each id, or None.
     """
 
     index: int
@@ -72,6 +78,7 @@ class Segment:
     left_out: tuple[tuple[int, int], ...] | None = None
     media: tuple[Media, ...] = ()
     routes: Routes | None = None
+    mask: SamplingMask | None = None
 
     @property
     def sampled(self) -> bool:
@@ -107,12 +114,6 @@ _SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
 _RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
 
 
-WriteMedia = Callable[[Sequence[Media]], None]
-"""Writes images to files named by their digests."""
-ReadMedia = Callable[[str], bytes]
-"""Returns the bytes of an image by its digest. Raises FormatError."""
-
-
 def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[str, Any]:
     """Return a segment as orjson-serialisable values; :func:`read_segment` is the inverse.
 
@@ -128,6 +129,8 @@ def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[st
                 entry.append(base64.b64encode(image.data).decode())
     if segment.routes is not None:
         record["routes"] = encode_routes(segment.routes)
+    if segment.mask is not None:
+        record["mask"] = segment.mask.encode()
     return record | {name: value for name in _RARE_FIELDS if (value := getattr(segment, name)) is not None}
 
 
@@ -138,7 +141,7 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
     """
     logprobs = record.get("logprobs")
     tools, template_args = record.get("tools"), record.get("template_args")
-    left_out, routes = record.get("left_out"), record.get("routes")
+    left_out, routes, mask = record.get("left_out"), record.get("routes"), record.get("mask")
     return Segment(
         index=record["index"],
         parent=record["parent"],
@@ -155,6 +158,7 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
         left_out=None if left_out is None else tuple((int(start), int(end)) for start, end in left_out),
         media=tuple(_read_media(image, media) for image in record.get("media", ())),
         routes=decode_routes(routes) if isinstance(routes, str) else routes,
+        mask=None if mask is None else decode_mask(mask),
     )
 
 
@@ -183,10 +187,6 @@ class Turn:
     turn_id: str
     sampled: Segment
     path: tuple[int, ...]
-
-
-WHY_UNFORKED: Final = "tree/failed"
-"""Name of the note on an episode that says why it could not be forked, or why a branch of it failed."""
 
 
 def branch_paths(branches: Sequence[Branch]) -> list[tuple[str, ...]]:
@@ -447,7 +447,7 @@ class TrainSample:
     Attributes:
         input_ids: int32, exactly the ids that the engine saw and sampled.
         loss_mask: bool, true where the policy sampled the id and this row trains it.
-        rollout_logprobs: float32, 0 where the id was not sampled.
+        rollout_logprobs: float32, 0 where the id was not sampled; with ``mask``, those after truncation.
         weight_versions: int32, weight version that sampled the id, -1 where it was not sampled.
         turn_ids: int32, number of the turn in commit order, -1 where the id was not sampled.
         trajectory_id: Its trajectory.
@@ -455,6 +455,7 @@ class TrainSample:
         leaf: Index of the leaf segment.
         media: Images, with positions in the row.
         routes: The experts of the ids, if they are to be replayed and any were reported.
+        mask: What truncation kept for each id, if it is to be trained under and any was reported.
     """
 
     input_ids: TokenIds
@@ -467,6 +468,7 @@ class TrainSample:
     leaf: int
     media: tuple[Media, ...] = ()
     routes: Routes | None = None
+    mask: SamplingMask | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -477,15 +479,6 @@ class TrainSample:
     def trained_tokens(self) -> int:
         """Number of trained ids."""
         return int(self.loss_mask.sum())
-
-    def consistently_routed(self) -> TrainSample:
-        """Return the row, without routes where several weight versions sampled it.
-
-        A server computes what precedes a token by the weights that sample it: experts that others chose for it before
-        are not those of that computation.
-        """
-        several = len(np.unique(self.weight_versions[self.weight_versions >= 0])) > 1
-        return replace(self, routes=None) if several else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +501,7 @@ def to_samples(
     *,
     max_tokens: int | None = None,
     keep: Callable[[Sequence[Segment]], bool] | None = None,
-    routes: bool = False,
+    reported: bool = False,
 ) -> Samples:
     """Return one row per leaf; each sampled id is trained in exactly one of them.
 
@@ -518,7 +511,7 @@ def to_samples(
         trajectory: The trajectory.
         max_tokens: Rows are cut to this many ids.
         keep: Filters rows by the leaf's path.
-        routes: Whether rows have the experts that servers reported, for the model that sampled them.
+        reported: Whether rows have the experts and sampling masks that servers reported, for the model that sampled.
 
     Raises:
         TrainError: The trajectory was recorded as text.
@@ -535,8 +528,11 @@ def to_samples(
         if keep is not None and not keep(path):
             continue
         row = _row(trajectory, path, numbers, owned, max_tokens)
-        if routes and (reported := path_routes(path)) is not None:
-            row = replace(row, routes=reported[: len(row.input_ids)])
+        if reported and (routes := path_routes(path)) is not None:
+            row = replace(row, routes=routes[: len(row.input_ids)])
+        if reported and (mask := path_masks(path)) is not None:
+            mask = mask.select(np.arange(len(row.input_ids)))
+            row = replace(row, mask=mask, rollout_logprobs=mask.logprobs)
         if row.trained_tokens == 0:
             empty += 1
             continue
@@ -586,6 +582,12 @@ def _row(
 def path_routes(path: Sequence[Segment]) -> Routes | None:
     """Return the routed experts of the ids of a path of segments, None where none were reported."""
     return join_routes([(len(segment.token_ids), segment.routes) for segment in path])
+
+
+def path_masks(path: Sequence[Segment]) -> SamplingMask | None:
+    """Return the sampling masks of the ids of a path of segments, None where none were reported."""
+    parts = [(np.zeros(len(s.token_ids), np.float32) if s.logprobs is None else s.logprobs, s.mask) for s in path]
+    return join_masks(parts)
 
 
 def path_media(path: Sequence[Segment]) -> tuple[Media, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Required, Self, TypeAlias, TypedDict
+from typing import Any, Final, Literal, Required, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
@@ -141,6 +143,12 @@ class Media:
         return copy
 
 
+WriteMedia = Callable[[Sequence[Media]], None]
+"""Writes images to files named by their digests."""
+ReadMedia = Callable[[str], bytes]
+"""Returns the bytes of an image by its digest. Raises FormatError."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     """Prompt ids, int32 of shape [tokens], with their media."""
@@ -188,6 +196,7 @@ class SamplingParams:
         guide: Structured output, or None. Log-probabilities are those without it.
         routes_from: First token of the prompt whose routed experts are reported, where servers report any; set by the
             session, which has those before.
+        sampling_mask: Whether sampling masks are reported, where anything is truncated.
     """
 
     temperature: float = 1.0
@@ -201,6 +210,13 @@ class SamplingParams:
     ignore_eos: bool = False
     guide: Guide | None = None
     routes_from: int | None = None
+    sampling_mask: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are excluded by top-k, top-p, min-p or a guide."""
+        by_rank = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.guide is not None or (by_rank and self.temperature > 0)
 
 
 VersionSpan: TypeAlias = tuple[int, int, int]
@@ -219,6 +235,8 @@ class Completion:
         weight_versions: Spans that cover all ids in order, without gaps.
         routed_experts: Routes of the prompt from ``routes_from`` on, and of the ids (:data:`Routes`); None
             where the server reports none.
+        mask: What the truncation kept, and log-probabilities after it; None where nothing is truncated, or the request
+            does not ask for it.
     """
 
     token_ids: TokenIds
@@ -226,6 +244,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[VersionSpan, ...]
     routed_experts: Routes | None = None
+    mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +258,7 @@ class TokenDelta:
         finish_reason: Set on the last chunk only.
         weight_versions: On the last chunk: the spans of the whole completion.
         routed_experts: On the last chunk: the routes of the whole completion.
+        mask: On the last chunk: the sampling masks of the whole completion.
     """
 
     token_ids: TokenIds
@@ -247,7 +267,11 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
     routed_experts: Routes | None = None
+    mask: SamplingMask | None = None
 
+
+WHY_UNFORKED: Final = "tree/failed"
+"""Name of the note on an episode that says why it could not be forked, or why a branch of it failed."""
 
 RewardEvent = tuple[str | None, str, float]
 """A reward: the turn, or None for the episode; its name; its value."""
@@ -400,3 +424,127 @@ def decode_routes(text: Any) -> Routes:
     if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
         raise ValueError(f"routed experts are {routes.dtype} of shape {routes.shape}, not uint8 [tokens, layers, k]")
     return routes
+
+
+Words: TypeAlias = npt.NDArray[np.int32]
+BY_GRAMMAR: Final = int(np.iinfo(np.int32).min)
+"""The size of a set that is recorded by the digest of its bits."""
+LISTED_BY_GRAMMAR: Final = 32
+"""Sets up to this many ids are listed, also where a grammar alone makes them."""
+EXCLUDED_LOGIT: Final = -1e30
+"""Takes the place of the logits of excluded ids: finite, so that no product with a probability of 0 is NaN."""
+_DIGEST_WORDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """What top-k, top-p, min-p and grammars kept of the vocabulary for each of consecutive sampled tokens.
+
+    A token's log-probability under the distribution that it was sampled from is that over the whole vocabulary less the
+    logarithm of the kept mass. For its gradient the kept set is needed. It is recorded, not derived again from the
+    trainer's logits, of which one that is rounded otherwise changes the set. A set of n ids of a vocabulary of V takes
+    the least of these:
+
+    - nothing, where all ids are kept
+    - 4 n bytes, its ids
+    - V / 8 bytes, a bit for each id (:func:`pack_bits`), where n is above V / 32
+    - 8 bytes, the digest of a grammar's bits (:func:`digest_bits`), where a grammar alone allows more than
+      :data:`LISTED_BY_GRAMMAR` ids: they follow from the grammar and the ids before (``trainer/batch/guided_masks.py``)
+
+    Attributes:
+        logprobs: float32 of shape [tokens]: log-probability of each id under the distribution that it was sampled from.
+        sizes: int32 of shape [tokens]: 0, all ids; n above 0, n ids; -n, bits in n words; :data:`BY_GRAMMAR`, a digest.
+        words: int32: those of all tokens, one after the other.
+        grammar: Structural tag (JSON) and stop ids of the grammar of digests; None without one.
+        bits: The words of bits by digest, once they are computed again.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    sizes: Words
+    words: Words
+    grammar: tuple[str, tuple[int, ...]] | None = None
+    bits: Mapping[int, Words] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.sizes)
+
+    @property
+    def by_grammar(self) -> npt.NDArray[np.bool_]:
+        """Which sets are recorded by digest, bool of shape [tokens]."""
+        return np.equal(self.sizes, BY_GRAMMAR)
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Words of each token, int64 of shape [tokens]."""
+        return np.where(self.by_grammar, _DIGEST_WORDS, np.abs(self.sizes.astype(np.int64)))
+
+    def digests(self) -> npt.NDArray[np.int64]:
+        """Return the digests of the sets that are recorded by one, in order."""
+        chosen = np.repeat(self.by_grammar, self.counts)
+        return np.ascontiguousarray(self.words[chosen]).view(np.int64)
+
+    def select(self, tokens: npt.NDArray[np.int64]) -> SamplingMask:
+        """Return the masks of these tokens, ascending positions."""
+        chosen = np.zeros(len(self), np.bool_)
+        chosen[tokens] = True
+        words = self.words[np.repeat(chosen, self.counts)]
+        return replace(self, logprobs=self.logprobs[chosen], sizes=self.sizes[chosen], words=words)
+
+    def encode(self) -> str:
+        """Return the masks as text; :func:`decode_mask` is the inverse."""
+        lengths = np.asarray([len(self), len(self.words)], np.int32)
+        raw = b"".join(array.tobytes() for array in (lengths, self.logprobs, self.sizes, self.words))
+        return base64.b64encode(zlib.compress(raw + orjson.dumps(self.grammar), 1)).decode()
+
+
+def decode_mask(text: Any) -> SamplingMask:
+    """Return the masks of :meth:`SamplingMask.encode`. Raises ValueError for anything else."""
+    try:
+        raw = zlib.decompress(base64.b64decode(text, validate=True))
+        count, length = np.frombuffer(raw, np.int32, 2).tolist()
+        sizes, words = (
+            np.frombuffer(raw, np.int32, size, start)
+            for size, start in ((count, 8 + 4 * count), (length, 8 + 8 * count))
+        )
+        grammar = orjson.loads(raw[8 + 8 * count + 4 * length :])
+        named = None if grammar is None else (str(grammar[0]), tuple(map(int, grammar[1])))
+        mask = SamplingMask(np.frombuffer(raw, np.float32, count, 8), sizes, words, named)
+        whole = int(mask.counts.sum()) == length and bool(np.isfinite(mask.logprobs).all())
+    except (TypeError, ValueError, IndexError, zlib.error) as error:
+        raise ValueError(f"sampling masks are no compressed arrays in Base64: {error}") from error
+    if not whole:
+        raise ValueError(f"sampling masks of {count} tokens have {length} words, or a log-probability is not finite")
+    return mask
+
+
+def join_masks(parts: Sequence[tuple[npt.NDArray[np.float32], SamplingMask | None]]) -> SamplingMask | None:
+    """Return the masks of (log-probabilities, masks) one after the other, None where no part has any.
+
+    Where a part has none, all ids are kept.
+    """
+    masks = [mask for _, mask in parts if mask is not None]
+    if not masks:
+        return None
+    bits: dict[int, Words] = {}
+    for mask in masks:
+        bits |= mask.bits or {}
+    return SamplingMask(
+        np.concatenate([logprobs if mask is None else mask.logprobs for logprobs, mask in parts]).astype(np.float32),
+        np.concatenate([np.zeros(len(logprobs), np.int32) if mask is None else mask.sizes for logprobs, mask in parts]),
+        np.concatenate([mask.words for mask in masks]),
+        next((mask.grammar for mask in masks if mask.grammar is not None), None),
+        bits or None,
+    )
+
+
+def pack_bits(kept: npt.NDArray[np.bool_]) -> Words:
+    """Return bool of shape [vocabulary] as bits: id i is bit ``i % 32`` of word ``i // 32``."""
+    packed = np.packbits(kept, bitorder="little")
+    return np.pad(packed, (0, -len(packed) % 4)).view("<i4").astype(np.int32)
+
+
+def digest_bits(bits: Words) -> Words:
+    """Return a digest of bits (blake2b-64) as two words."""
+    digest = hashlib.blake2b(bits.tobytes(), digest_size=4 * _DIGEST_WORDS).digest()
+    return np.frombuffer(digest, "<i4").astype(np.int32)

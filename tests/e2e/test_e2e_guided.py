@@ -21,13 +21,21 @@ from support.engine.tiny_lm import save_random_model
 from support.gateway.server import serving
 from support.gateway.structured_requests import DIALECTS, SCHEMA, TOKENS, ask, body, check
 from turnwise.chat.renderer import load_renderer
+from turnwise.columns import pack_trajectory, unpack_trajectory
+from turnwise.errors import TrainError
 from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.model.canonical import canonical_messages
-from turnwise.recorder.session import SessionLimits
-from turnwise.types import Guide, SamplingParams, TokenPrompt
+from turnwise.recorder.session import Session, SessionLimits
+from turnwise.trainer.batch.experience import collect
+from turnwise.trainer.batch.guided_masks import resolve_guided
+from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.core import TrainRow
+from turnwise.trainer.model.policy import load_model
+from turnwise.trajectory import Trajectory, TrajectoryGroup
+from turnwise.types import Guide, Message, SamplingParams, TokenPrompt, ToolSchema
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = InferenceConfig(max_context=2048, kv_tokens=8192)
@@ -155,3 +163,61 @@ async def test_a_server_short_of_memory_keeps_to_the_grammar(checkpoint: Path, t
     for answer in stopped:
         parsed = renderer.parse(answer.token_ids, ids, ())
         assert len(json.loads(str(parsed["content"]))) == 12
+
+
+TRUNCATED = {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "max_tokens": 60, "sampling_mask": True}
+
+
+async def recorded(checkpoint: Path, url: str) -> Trajectory:
+    """Return a trajectory of turns under top-p and top-k, a tool grammar, and both, read from its own bytes."""
+    params = SamplingParams(**TRUNCATED)
+    limits = SessionLimits(context_length=2048)
+    session = Session(HTTPClient([url]), load_renderer(checkpoint), id="e", limits=limits, params=params, seed=3)
+    messages: list[Message] = [{"role": "user", "content": "Hi."}]
+    tools = [ToolSchema("say", "Says it.", {"type": "object", "properties": {"what": {"type": "string"}}})]
+    forced = Guide(calls=("say",), text=False)
+    plain = replace(params, top_p=1.0, top_k=0)
+    for turn in (params, replace(params, guide=forced), replace(plain, guide=forced), plain):
+        answer = await session.chat(messages, tools, turn)
+        messages = [*messages, answer]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in answer.get("tool_calls", ())]
+        messages += [] if messages[-1]["role"] == "tool" else [{"role": "user", "content": "More."}]
+    trajectory = Trajectory("e", "e", "g", "t", segments=session.segments())
+    return unpack_trajectory(pack_trajectory(Trajectory.from_bytes(trajectory.to_bytes())))
+
+
+async def test_rows_are_trained_under_what_truncation_and_grammars_kept(checkpoint: Path, url: str) -> None:
+    trajectory = await recorded(checkpoint, url)
+    masks = [segment.mask for segment in trajectory.segments if segment.sampled]
+    assert [None if mask is None else bool(mask.by_grammar.any()) for mask in masks] == [False, False, True, None]
+    assert all((mask.sizes[mask.sizes > 0] <= 20).all() for mask in masks[:2] if mask is not None)
+    [rows] = collect([TrajectoryGroup("g", "t", [trajectory])], model=checkpoint).samples
+    assert sum(row.trained_tokens for row in rows) == trajectory.sampled_tokens
+    policy = load_model(checkpoint)
+    ratios: dict[str, np.ndarray] = {}
+    for name in ("keep", "full"):
+        if name == "full":
+            rows = [replace(row, mask=None) for row in rows]
+        ratio = []
+        for batch in pack([TrainRow(row, temperature=0.7) for row in rows], 4096, share_prefixes=True):
+            scores = policy.forward(batch, entropy=True)
+            scores.logprobs.sum().backward()
+            assert torch.isfinite(scores.entropy).all()
+            ratio.append((scores.logprobs.detach() - batch.rollout_logprobs).exp())
+        ratios[name] = torch.cat(ratio).double().numpy()
+    # In the first update nothing has changed: what was sampled from is what is trained.
+    assert abs(ratios["keep"].mean() - 1) < 1e-6
+    assert np.abs(ratios["keep"] - 1).max() < 1e-4
+    assert ratios["full"].mean() < 0.8
+
+
+async def test_a_grammar_that_changed_since_it_was_sampled_from_is_refused(checkpoint: Path, url: str) -> None:
+    trajectory = await recorded(checkpoint, url)
+    third = [segment for segment in trajectory.segments if segment.sampled][2]
+    assert third.mask is not None
+    assert third.mask.grammar is not None
+    tag = third.mask.grammar[0].replace('"string"', '"integer"')
+    assert tag != third.mask.grammar[0]
+    changed = replace(third, mask=replace(third.mask, grammar=(tag, third.mask.grammar[1])))
+    with pytest.raises(TrainError, match=rf"turn {third.turn_id}, token \d+: the grammar allows other ids"):
+        resolve_guided(changed, trajectory.id, checkpoint)

@@ -19,6 +19,7 @@ from turnwise.evaluation.runner import run_eval
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.sft import run_sft
+from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.dry_run import dry_run
 from turnwise.trainer.train import run_train
 from turnwise.trajectory import messages_of
@@ -91,9 +92,14 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, tmp_
     assert step["reward/by_name/liked"]
     assert step["sampling/truncated"] == 1
     assert 0 < step["sampling/cut_mass"] < 1
-    [warned] = [record["text"] for record in records if record.get("name") == "truncation"]
-    assert "(rollout.top_k 20)" in warned
-    assert "100% of the tokens" in warned
+    # The loss is under what top-k kept, as the audit recomputes it.
+    assert [record for record in records if record.get("name") == "truncation"] == []
+    masks = [segment.mask for trajectory in trajectories for segment in trajectory.segments if segment.sampled]
+    assert all(mask is not None and mask.sizes.all() for mask in masks)
+    assert step["gap/max"] < 1e-4
+    report = audit_run(tmp_path / "run", console=silent())
+    assert report.sound
+    assert report.counts["logprobs recomputed"] == sum(trajectory.sampled_tokens for trajectory in trajectories)
 
 
 def test_the_example_of_distillation_can_start(lookup_model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from turnwise.engine.batching.batch_state import Generation, Output, Slots, StopStrings
+from turnwise.engine.batching.batch_state import Generation, MaskRecord, Output, Slots, StopStrings
 from turnwise.engine.batching.kv_cache import RETAINED, KVCache, capacities
 from turnwise.engine.batching.prompt_images import PromptImages
 from turnwise.engine.batching.scheduler import ModelInput, Scheduler, arrange, build_model_input
@@ -32,7 +32,7 @@ from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.decoding.sleep import EngineMemory
 from turnwise.engine.experts.route_rows import RouteRows
 from turnwise.engine.numerics.exact import token_logprobs
-from turnwise.engine.sampling import sample
+from turnwise.engine.sampling import Sampled, sample
 from turnwise.model.core import AdapterInfo, GroupAddress
 from turnwise.types import Logprobs
 
@@ -302,6 +302,8 @@ class Engine:
         if self._images is not None:
             self._images.enter(generation)
         generation.marks = [(self._versions[generation.adapter], 0)]
+        if generation.params.sampling_mask and generation.params.truncates:
+            generation.masks = MaskRecord()
         if generation.params.seed is None:
             generation.params = replace(generation.params, seed=secrets.randbits(63))
         if generation.params.stop and self._tokenizer is not None:
@@ -384,8 +386,11 @@ class Engine:
         table = self._roster.table
         allowed = self._roster.allowed(slots, logits.shape[1])
         draws = table.draws(slots, positions)
-        token_ids, logprobs, cut = sample(logits, table.rows(slots), draws, allowed, exact=self.model.geometry.exact)
+        sampled = sample(logits, table.rows(slots), draws, allowed, exact=self.model.geometry.exact)
+        token_ids, logprobs, cut = sampled[:3]
         finite = np.isfinite(logprobs)
+        if cut is not None:
+            self._record_masks(slots, sampled, allowed, finite)
         stats.generated_tokens += int(finite.sum())
         if cut is not None:
             stats.truncated_tokens += int((cut > 0).sum())
@@ -410,6 +415,18 @@ class Engine:
             else:
                 outputs.append(self._roster.finish(slot, "length", None))
         self._deliver_outputs(outputs)
+
+    def _record_masks(
+        self, slots: Slots, sampled: Sampled, allowed: npt.NDArray[np.bool_] | None, finite: npt.NDArray[np.bool_]
+    ) -> None:
+        masks = [self._roster.occupant(slot).masks for slot in slots.tolist()]
+        rows = np.asarray([row for row, mask in enumerate(masks) if mask is not None and finite[row]], np.int64)
+        if not len(rows):
+            return
+        sets = sampled.sets(rows, self._roster.table.rows(slots).truncated, allowed)
+        for row, (size, words) in zip(rows.tolist(), sets, strict=True):
+            if (mask := masks[row]) is not None:
+                mask.add(float(sampled.kept_logprobs[row]), size, words)
 
     def _watch(
         self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], finished: npt.NDArray[np.bool_]

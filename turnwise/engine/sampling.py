@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from turnwise.engine.numerics.exact import token_logprobs
+from turnwise.types import BY_GRAMMAR, EXCLUDED_LOGIT, LISTED_BY_GRAMMAR, Words, digest_bits, pack_bits
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -69,6 +71,75 @@ class RowParams:
     top_k: npt.NDArray[np.int64]
     min_p: npt.NDArray[np.float32]
 
+    @property
+    def truncated(self) -> npt.NDArray[np.bool_]:
+        """Rows that top-k, top-p or min-p truncate, bool of shape [rows]."""
+        rows: npt.NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+        rows &= self.temperature != 0.0
+        return rows
+
+
+class Sampled(NamedTuple):
+    """The result of :func:`sample`, on the CPU; arrays of shape [rows].
+
+    Attributes:
+        token_ids: int64.
+        logprobs: float32, log-probabilities before truncation.
+        cut: float32, the probability that truncation cut off; None where it cut nothing.
+        kept_logprobs: float32, log-probabilities after truncation and grammars.
+        weights: Of shape [rows, vocabulary], on the device: above 0 for the ids that truncation kept; None where it
+            cut nothing.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    cut: npt.NDArray[np.float32] | None
+    kept_logprobs: npt.NDArray[np.float32]
+    weights: torch.Tensor | None
+
+    def sets(
+        self, rows: npt.NDArray[np.int64], truncated: npt.NDArray[np.bool_], allowed: npt.NDArray[np.bool_] | None
+    ) -> list[tuple[int, Words]]:
+        """Return size and words of the kept sets (:class:`~turnwise.types.SamplingMask`) of some rows.
+
+        Args:
+            rows: Their indices.
+            truncated: bool of shape [rows]: rows that top-k, top-p or min-p truncate.
+            allowed: As for :func:`sample`.
+        """
+        sets = [(0, _NO_WORDS)] * len(rows)
+        if self.weights is not None and len(cut := np.flatnonzero(truncated[rows])):
+            kept = self.weights[torch.from_numpy(rows[cut]).to(self.weights.device)] > 0
+            for place, words in zip(cut.tolist(), _kept_words(kept), strict=True):
+                sets[place] = words
+        if allowed is not None:
+            for place in np.flatnonzero(~truncated[rows]).tolist():
+                sets[place] = _allowed_words(allowed[rows[place]])
+        return sets
+
+
+_NO_WORDS: Words = np.zeros(0, np.int32)
+
+
+def _kept_words(kept: torch.Tensor) -> list[tuple[int, Words]]:
+    """Return size and words of each row of bool [rows, vocabulary]."""
+    counts = kept.sum(-1)
+    dense = counts > kept.shape[1] // 32
+    listed = kept[~dense].nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    ids = iter(np.split(listed, np.cumsum(counts[~dense].cpu().numpy())[:-1]))
+    bits = iter(kept[dense].cpu().numpy())
+    words = [pack_bits(next(bits)) if is_dense else next(ids) for is_dense in dense.tolist()]
+    return [(-len(row) if is_dense else len(row), row) for row, is_dense in zip(words, dense.tolist(), strict=True)]
+
+
+def _allowed_words(allowed: npt.NDArray[np.bool_]) -> tuple[int, Words]:
+    count = int(allowed.sum())
+    if count == len(allowed):
+        return 0, _NO_WORDS
+    if count <= LISTED_BY_GRAMMAR:
+        return count, np.flatnonzero(allowed).astype(np.int32)
+    return BY_GRAMMAR, digest_bits(pack_bits(allowed))
+
 
 def sample(
     logits: torch.Tensor,
@@ -77,7 +148,7 @@ def sample(
     allowed: npt.NDArray[np.bool_] | None = None,
     *,
     exact: bool = False,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
+) -> Sampled:
     """Sample one id per row by inverting the cumulative distribution.
 
     The log-probability is log softmax(logits / temperature) at the sampled id, before grammar, top-k, top-p and min-p;
@@ -89,13 +160,9 @@ def sample(
         draws: float64 of shape [rows] in [0, 1).
         allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None without structured output.
         exact: Whether log-probabilities are by ``log_softmax``, as the trainer's (``engine/numerics/exact.py``).
-
-    Returns:
-        Ids (int64), log-probabilities (float32) and the probability that truncation cut off (float32; None where it cut
-        nothing), of shape [rows], on the CPU.
     """
     if allowed is not None:
-        return _sample_allowed(logits, params, draws, allowed)
+        return _sample_allowed(logits, params, draws, allowed, exact=exact)
     scaled = logits.float()
     greedy = params.temperature == 0.0
     any_greedy = bool(greedy.any())
@@ -107,8 +174,8 @@ def sample(
     # Only greedy rows ask where the peak is: that takes ten times as long as its value.
     best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
     if best is not None and bool(greedy.all()):
-        likeliest = token_logprobs(scaled, best[:, 0]) if exact else weights.sum(-1).log().neg()
-        return best.squeeze(1).cpu().numpy(), likeliest.cpu().numpy(), None
+        likeliest = (token_logprobs(scaled, best[:, 0]) if exact else weights.sum(-1).log().neg()).cpu().numpy()
+        return Sampled(best.squeeze(1).cpu().numpy(), likeliest, None, likeliest, None)
     truncated = _truncate(weights, params, greedy)
     cumulative = truncated.cumsum(-1)
     total = cumulative[:, -1:]
@@ -120,28 +187,38 @@ def sample(
     if best is not None:
         token_ids = torch.where(torch.from_numpy(greedy).to(token_ids.device).unsqueeze(1), best, token_ids)
     mass = total if truncated is weights else weights.sum(-1, keepdim=True)
+    relative = (scaled.gather(1, token_ids) - peak).squeeze(1)
+    logprobs = (token_logprobs(scaled, token_ids[:, 0]) if exact else relative - mass.squeeze(1).log()).cpu().numpy()
+    ids = token_ids.squeeze(1).cpu().numpy()
+    if truncated is weights:
+        return Sampled(ids, logprobs, None, logprobs, None)
+    kept_mass = truncated.sum(-1)
+    after = relative - kept_mass.log()
     if exact:
-        logprobs = token_logprobs(scaled, token_ids[:, 0])
-    else:
-        logprobs = (scaled.gather(1, token_ids) - peak - mass.log()).squeeze(1)
-    cut = None if truncated is weights else (1 - truncated.sum(-1) / mass.squeeze(1)).cpu().numpy()
-    return token_ids.squeeze(1).cpu().numpy(), logprobs.cpu().numpy(), cut
+        after = token_logprobs(scaled.masked_fill(truncated == 0, EXCLUDED_LOGIT), token_ids[:, 0])
+    kept_logprobs = np.where(params.truncated, after.cpu().numpy(), logprobs)
+    return Sampled(ids, logprobs, (1 - kept_mass / mass.squeeze(1)).cpu().numpy(), kept_logprobs, truncated)
 
 
 def _sample_allowed(
-    logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64], allowed: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    logits: torch.Tensor,
+    params: RowParams,
+    draws: npt.NDArray[np.float64],
+    allowed: npt.NDArray[np.bool_],
+    *,
+    exact: bool,
+) -> Sampled:
     """Sample under grammars, truncated after masking; log-probabilities are those without the mask."""
     scaled = logits.float()
-    masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
-    token_ids, _, cut = sample(masked, params, draws)
+    masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), EXCLUDED_LOGIT)
+    token_ids, _, cut, kept_logprobs, weights = sample(masked, params, draws, exact=exact)
     divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
     divisors = torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
     logprobs = (scaled / divisors).log_softmax(-1)
     sampled = torch.from_numpy(token_ids).to(scaled.device).unsqueeze(1)
-    hidden = logprobs.exp().masked_fill_(torch.isfinite(masked), 0.0).sum(-1).cpu().numpy()
+    hidden = logprobs.exp().masked_fill_(masked > EXCLUDED_LOGIT, 0.0).sum(-1).cpu().numpy()
     cut = hidden if cut is None else hidden + (1 - hidden) * cut
-    return token_ids, logprobs.gather(1, sampled).squeeze(1).cpu().numpy(), cut
+    return Sampled(token_ids, logprobs.gather(1, sampled).squeeze(1).cpu().numpy(), cut, kept_logprobs, weights)
 
 
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:

@@ -359,6 +359,8 @@ def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
     choice = wire.encode_choice(
         output.token_ids, logprobs, output.finish_reason, output.stop_reason, output.weight_versions
     )
+    if output.mask is not None:
+        choice["sampling_mask"] = output.mask.encode()
     return choice if output.routes is None else {**choice, "routed_experts": encode_routes(output.routes)}
 
 

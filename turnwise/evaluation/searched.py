@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from turnwise.evaluation.estimates import Estimate, clustered_mean
 from turnwise.recorder.branches import selected_branch
-from turnwise.trajectory import WHY_UNFORKED, Trajectory
-from turnwise.types import StopReason
+from turnwise.trajectory import Trajectory
+from turnwise.types import WHY_UNFORKED, StopReason
 
 _INCOMPLETE = (StopReason.ERROR, StopReason.CANCELLED)
 

@@ -16,8 +16,9 @@ from rich.text import Text
 from turnwise.errors import FormatError
 from turnwise.evaluation.tables import run_file
 from turnwise.images import image_label
-from turnwise.trajectory import WHY_UNFORKED, Segment, Trajectory
+from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile
+from turnwise.types import WHY_UNFORKED
 
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 # What a model sampled may hold the control codes of a terminal: they are shown, not obeyed.

@@ -289,7 +289,9 @@ def _rebuild_tokens(
 
 
 def _restore(outcome: RebuildOutcome, recorder: Restorable, record: TurnRecord, call: LedgerEntry) -> None:
-    completion = Completion(call.completion_ids, call.logprobs, record.finish_reason, call.weight_versions)
+    completion = Completion(
+        call.completion_ids, call.logprobs, record.finish_reason, call.weight_versions, mask=call.mask
+    )
     try:
         recorder.restore(record, call.prompt_ids, completion, call.media)
     except SessionError as error:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +15,7 @@ import orjson
 
 from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
+from turnwise.inference.completion_progress import Choice, CompletionProgress
 from turnwise.inference.connections import ConnectionFailed, Connections, Response, settle
 from turnwise.inference.routing import HealthChecks, RoutedRequest, Router, RoutingOptions
 from turnwise.inference.wire import encode_request, encode_scoring
@@ -25,8 +26,6 @@ from turnwise.types import (
     Completion,
     FinishReason,
     Logprobs,
-    Media,
-    Routes,
     SamplingParams,
     TokenDelta,
     TokenIds,
@@ -41,91 +40,6 @@ RETRY_WAIT = 0.1
 _EMPTY_ABORTS = 100
 _ABORT_WAIT = 0.05
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Progress:
-    """A completion so far, over all its parts; ``version``: of the weights that its last request named."""
-
-    params: SamplingParams
-    prompt: TokenIds
-    media: tuple[Media, ...] = ()
-    token_ids: list[TokenIds] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    sampled: int = 0
-    named: int = 0
-    part_spans: tuple[VersionSpan, ...] | None = None
-    version: int | None = None
-    empty_aborts: int = 0
-    routes: list[Routes] = field(default_factory=list)
-
-    def body(self, *, stream: int, model: str | None, features: dict[str, Any] | None = None) -> bytes:
-        params = self.params
-        if self.sampled and params.max_tokens is not None:
-            params = replace(params, max_tokens=params.max_tokens - self.sampled)
-        if self.sampled and params.routes_from is not None:
-            params = replace(params, routes_from=len(self.prompt) + self.sampled)
-        token_ids = np.concatenate([self.prompt, *self.token_ids]) if self.sampled else self.prompt
-        return encode_request(token_ids, params, stream=stream, continued=self.sampled, model=model, features=features)
-
-    def add(self, choice: wire.Choice) -> None:
-        self.token_ids.append(choice.token_ids)
-        self.logprobs.append(choice.logprobs)
-        self.sampled += len(choice.token_ids)
-        if choice.routes is not None and len(choice.token_ids):
-            self.routes.append(choice.routes)
-        spans = choice.spans
-        if self.version is not None:
-            # The name that was asked for has one version, whatever the server says of its model's.
-            spans = ((self.version, 0, self.sampled - self.named),) if self.sampled > self.named else ()
-        self.part_spans = spans or self.part_spans
-
-    def drop(self) -> None:
-        """Discard what was sampled: a grammar cannot resume in the middle."""
-        self.token_ids, self.logprobs, self.spans, self.routes = [], [], [], []
-        self.sampled = self.named = 0
-
-    def drop_part(self) -> None:
-        """Discard what was sampled since the last part ended: nothing says by which weights."""
-        while self.sampled > self.named:
-            self.sampled -= len(self.token_ids.pop())
-            self.logprobs.pop()
-
-    def end_part(self, url: str) -> None:
-        """Take over the version spans of the part that ends here, relative to its start; None means version 0."""
-        begin, spans = self.named, self.part_spans
-        if spans is None:
-            spans = ((0, 0, self.sampled - begin),) if self.sampled > begin else ()
-        if not wire.covers(spans, self.sampled - begin):
-            raise InferenceError(f"{url} answered {self.sampled - begin} ids with weight versions for {spans}")
-        for version, start, end in spans:
-            goes_on = bool(self.spans) and self.spans[-1][0] == version
-            first = self.spans.pop()[1] if goes_on else start + begin
-            self.spans.append((version, first, end + begin))
-        self.named, self.part_spans = self.sampled, None
-        if self.sampled and self.params.routes_from is not None:
-            self._check_routes(url, max(1, self.params.routes_from))
-
-    def _check_routes(self, url: str, first: int) -> None:
-        missing = len(self.prompt) + self.sampled - first - sum(map(len, self.routes))
-        if missing or len({part.shape[1:] for part in self.routes}) > 1:
-            raise InferenceError(
-                f"{url} answered {self.sampled} ids without the routed experts of {missing} tokens: launch its servers "
-                "with inference.routed_experts (vLLM: --enable-return-routed-experts), or set it to false"
-            )
-
-    def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(
-            token_ids=self.token_ids[0] if len(self.token_ids) == 1 else np.concatenate(self.token_ids),
-            logprobs=self.logprobs[0] if len(self.logprobs) == 1 else np.concatenate(self.logprobs),
-            finish_reason=finish_reason,
-            weight_versions=tuple(self.spans),
-            routed_experts=self.all_routes(),
-        )
-
-    def all_routes(self) -> Routes | None:
-        return np.concatenate(self.routes) if self.routes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +169,13 @@ class HTTPClient(LLMClient):
                 yield delta
 
     async def _deltas(
-        self, progress: _Progress, request: RoutedRequest, *, interval: int, streamed: bool
+        self, progress: CompletionProgress, request: RoutedRequest, *, interval: int, streamed: bool
     ) -> AsyncGenerator[TokenDelta]:
         """Sample a completion over streams; what was not ``streamed`` to the caller may be sampled again."""
         failures = 0
         while True:
             sampled_before = request.sampled = progress.sampled
-            choice: wire.Choice | None = None
+            choice: Choice | None = None
             try:
                 async with (
                     self._server(request) as (number, url),
@@ -290,6 +204,7 @@ class HTTPClient(LLMClient):
                     finish_reason,
                     () if finish_reason is None else all_spans,
                     None if finish_reason is None else progress.all_routes(),
+                    None if finish_reason is None else progress.mask(),
                 )
             if finish_reason is not None:
                 return
@@ -304,7 +219,9 @@ class HTTPClient(LLMClient):
         useless = short or params.guide is not None or self._routing.routed_experts or not self._versions_in_events
         return 0 if len(self._urls) == 1 or useless else interval
 
-    def _end_part(self, progress: _Progress, reason: FinishReason | None, number: int, url: str) -> FinishReason | None:
+    def _end_part(
+        self, progress: CompletionProgress, reason: FinishReason | None, number: int, url: str
+    ) -> FinishReason | None:
         """End a part that a server answered whole; return the completion's finish reason if it ends here."""
         progress.end_part(url)
         finish_reason = _finish_reason(progress, reason)
@@ -312,7 +229,7 @@ class HTTPClient(LLMClient):
         return finish_reason
 
     def _end_broken_part(
-        self, progress: _Progress, request: RoutedRequest, error: ConnectionFailed, *, streamed: bool
+        self, progress: CompletionProgress, request: RoutedRequest, error: ConnectionFailed, *, streamed: bool
     ) -> None:
         """End a part whose server failed. Raises InferenceError if what was shown cannot be resumed."""
         where = self._where(request)
@@ -390,14 +307,16 @@ class HTTPClient(LLMClient):
         finally:
             self.router.release(assignment)
 
-    async def _body(self, sent: _Progress | _Scoring, url: str, stream: int = 0, *, resend: bool = False) -> _Body:
+    async def _body(
+        self, sent: CompletionProgress | _Scoring, url: str, stream: int = 0, *, resend: bool = False
+    ) -> _Body:
         """Return the body for a server; images that it keeps are named and, unless ``resend``, not sent again."""
         name = self._names(url)
         if isinstance(sent, _Scoring):
             return _Body(encode_scoring(sent.token_ids, model=name.model))
         sent.version = name.version
         if not sent.media:
-            return _Body(sent.body(stream=stream, model=name.model))
+            return _Body(_encode(sent, stream, name.model))
         if url not in self._stored_media:
             cards = _parse(await self._get(url, "/v1/models"), url).get("data") or [{}]
             self._stored_media[url] = set() if cards[0].get("keeps_media") else None
@@ -405,7 +324,7 @@ class HTTPClient(LLMClient):
         # Images that no renderer of this process has placed are decoded here.
         features = await asyncio.to_thread(self._media.encode, sent.media, stored) or {}
         hashes = frozenset(digest for digests in features["mm_hashes"].values() for digest in digests)
-        data = sent.body(stream=stream, model=name.model, features=features)
+        data = _encode(sent, stream, name.model, features)
         return _Body(data, hashes, partial=bool(hashes & stored))
 
     def _lacks_media(self, url: str, body: _Body, status: int, raw: bytes) -> bool:
@@ -422,7 +341,7 @@ class HTTPClient(LLMClient):
             stored |= body.hashes
 
     async def _post(
-        self, sent: _Progress | _Scoring, request: RoutedRequest, *, guided: bool = False
+        self, sent: CompletionProgress | _Scoring, request: RoutedRequest, *, guided: bool = False
     ) -> tuple[bytes, int, str]:
         """Send a request with retries; return the body, and the server's number and URL."""
         failures = 0
@@ -445,8 +364,8 @@ class HTTPClient(LLMClient):
 
     @asynccontextmanager
     async def _open_stream(
-        self, url: str, progress: _Progress, session_id: str, interval: int
-    ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
+        self, url: str, progress: CompletionProgress, session_id: str, interval: int
+    ) -> AsyncIterator[AsyncIterator[Choice]]:
         resend = False
         while True:
             body = await self._body(progress, url, interval, resend=resend)
@@ -464,7 +383,7 @@ class HTTPClient(LLMClient):
 
     @asynccontextmanager
     async def _deadline(
-        self, progress: _Progress, request: RoutedRequest, *, started_at: float | None = None
+        self, progress: CompletionProgress, request: RoutedRequest, *, started_at: float | None = None
     ) -> AsyncIterator[None]:
         """Bound the time of a completion that began at ``started_at`` (now). Raises DeadlineExceeded."""
         seconds = self._routing.deadline
@@ -524,15 +443,27 @@ class HTTPClient(LLMClient):
                 await self._after_failure(url + path, error, failures)
 
 
-def _start(prompt: TokenPrompt, params: SamplingParams, *, routed: bool) -> _Progress:
+def _start(prompt: TokenPrompt, params: SamplingParams, *, routed: bool) -> CompletionProgress:
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise RequestRefused(f"the seed {params.seed} has more than 64 bits: take it modulo 2**63")
     if params.guide is not None and not params.guide.tag:
         raise StructuredOutputError("params.guide has no tag: make the request through a Session, which sets it")
-    return _Progress(params if routed else replace(params, routes_from=None), prompt.token_ids, prompt.media)
+    return CompletionProgress(params if routed else replace(params, routes_from=None), prompt.token_ids, prompt.media)
 
 
-def _check_free(progress: _Progress, url: str) -> None:
+def _encode(
+    progress: CompletionProgress, stream: int, model: str | None, features: dict[str, Any] | None = None
+) -> bytes:
+    params, sampled, ids = progress.params, progress.sampled, progress.prompt
+    if sampled and params.max_tokens is not None:
+        params = replace(params, max_tokens=params.max_tokens - sampled)
+    if sampled and params.routes_from is not None:
+        params = replace(params, routes_from=len(ids) + sampled)
+    ids = np.concatenate([ids, *progress.token_ids]) if sampled else ids
+    return encode_request(ids, params, stream=stream, continued=sampled, model=model, features=features)
+
+
+def _check_free(progress: CompletionProgress, url: str) -> None:
     """Raise if an interrupted stream cannot be resumed."""
     if progress.params.guide is not None and progress.sampled:
         raise InferenceError(f"{url} interrupted a completion constrained by a grammar: repeat the request")
@@ -557,7 +488,7 @@ def _parse(raw: bytes, url: str) -> Any:
         raise InferenceError(f"{url} returned a body that is not JSON: {raw[:200]!r}") from error
 
 
-async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None:
+async def _wait_after_abort(progress: CompletionProgress, url: str, sampled: int) -> None:
     """Resume at once if something was sampled; a server that only ever aborts counts as failed."""
     progress.empty_aborts = 0 if sampled else progress.empty_aborts + 1
     if progress.empty_aborts >= _EMPTY_ABORTS:
@@ -566,7 +497,7 @@ async def _wait_after_abort(progress: _Progress, url: str, sampled: int) -> None
         await asyncio.sleep(_ABORT_WAIT)
 
 
-async def _events(answer: Response, url: str) -> AsyncIterator[wire.Choice]:
+async def _events(answer: Response, url: str) -> AsyncIterator[Choice]:
     """Read server-sent events: ``data:`` lines only."""
     async for line in answer.lines():
         if not line.startswith(b"data:"):
@@ -582,7 +513,7 @@ async def _events(answer: Response, url: str) -> AsyncIterator[wire.Choice]:
             yield choice
 
 
-def _finish_reason(progress: _Progress, finish_reason: FinishReason | None) -> FinishReason | None:
+def _finish_reason(progress: CompletionProgress, finish_reason: FinishReason | None) -> FinishReason | None:
     """Return the finish reason, or None if the completion was interrupted and has room left."""
     if finish_reason is not None and finish_reason != "abort":
         return finish_reason

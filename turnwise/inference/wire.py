@@ -1,15 +1,16 @@
 """The wire protocol: vLLM's ``/inference/v1/generate`` requests and responses, errors, and weight manifests.
 
-Two request fields are extensions that other servers ignore. ``continued``: how many last ids of ``token_ids`` are the
+Three request fields are extensions that other servers ignore. ``continued``: how many last ids of ``token_ids`` are the
 completion to resume, in which a stop string may begin. ``seed``: that of the whole completion, for servers whose random
 numbers are keyed by position; ``sampling_params.seed`` differs for each part, so that others do not repeat draws.
+``sampling_mask``: whether choices report, under that name, the masks of their ids (``turnwise/types.py``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,19 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError, InferenceError, shown
+from turnwise.inference.completion_progress import Choice, decode_spans
 from turnwise.model.core import AdapterInfo, GroupAddress, TensorEntry, WeightManifest
 from turnwise.seeding import stable_hash
-from turnwise.types import FinishReason, Guide, Logprobs, Routes, SamplingParams, TokenIds, VersionSpan, decode_routes
+from turnwise.types import (
+    FinishReason,
+    Guide,
+    Logprobs,
+    SamplingParams,
+    TokenIds,
+    VersionSpan,
+    decode_mask,
+    decode_routes,
+)
 
 GENERATE = "/inference/v1/generate"
 LOAD = "/load"
@@ -64,25 +75,6 @@ def encode_choice(
     }
 
 
-@dataclass(slots=True)
-class Choice:
-    """A validated choice of a response.
-
-    Attributes:
-        token_ids: int32 of shape [tokens].
-        logprobs: float32 of shape [tokens].
-        finish_reason: None while a stream is open.
-        spans: Over the whole completion; None if the server reports none.
-        routes: Of the tokens that were computed since the last choice; None if the server reports none.
-    """
-
-    token_ids: TokenIds
-    logprobs: Logprobs
-    finish_reason: FinishReason | None
-    spans: tuple[VersionSpan, ...] | None
-    routes: Routes | None = None
-
-
 def decode_response(body: Any, url: str) -> Choice:
     """Validate a response. Raises InferenceError if it violates the protocol."""
     choice = _decode_choice(body, url)
@@ -108,17 +100,21 @@ def _decode_choice(body: Any, url: str) -> Choice:
         spans = decode_spans(choice.get("weight_versions"))
         encoded = choice.get("routed_experts")
         routes = None if encoded is None else decode_routes(encoded)
+        masks = choice.get("sampling_mask")
+        mask = decode_mask(masks) if isinstance(masks, str) else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InferenceError(f"{url} returned no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
         raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(logprobs)} log-probabilities")
+    if mask is not None and len(mask) != len(token_ids):
+        raise InferenceError(f"{url} answered {len(token_ids)} ids with {len(mask)} sampling masks")
     # vLLM writes what is not finite as the number that OpenAI's API has for it. A sum is finite only if all are.
     values = logprobs.tolist()
     if values and not (min(values) > _NO_LOGPROB and math.isfinite(sum(values))):
         raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
-    return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans, routes)
+    return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans, routes, mask)
 
 
 def decode_load(raw: bytes) -> int | None:
@@ -158,26 +154,6 @@ def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs
     if not (math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) > _NO_LOGPROB):
         raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     return np.array([0.0, *logprobs], dtype=np.float32)
-
-
-def decode_spans(listed: Any) -> tuple[VersionSpan, ...] | None:
-    """Return version spans; versions may be integers or strings, vLLM's unnamed ``default`` is 0."""
-    if not listed:
-        return None
-    return tuple(
-        (0 if span["version"] == "default" else int(span["version"]), int(span["start"]), int(span["end"]))
-        for span in listed
-    )
-
-
-def covers(spans: Sequence[VersionSpan], tokens: int) -> bool:
-    """Return whether spans cover [0, ``tokens``) without gaps."""
-    position = 0
-    for _, start, end in spans:
-        if start != position or end <= start:
-            return False
-        position = end
-    return position == tokens
 
 
 def encode_manifest(manifest: WeightManifest) -> bytes:
@@ -396,7 +372,9 @@ def encode_request(
         body["continued"] = continued
         if params.seed is not None:
             body["seed"] = params.seed
-    body |= {key: value for key, value in (("model", model), ("features", features)) if value is not None}
+    masked = True if params.sampling_mask and params.truncates else None
+    optional = (("model", model), ("features", features), ("sampling_mask", masked))
+    body |= {key: value for key, value in optional if value is not None}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -443,7 +421,10 @@ def decode_request(raw: bytes, *, vocabulary: int, max_context: int, stop_string
     return GenerateRequest(
         request_id=name if isinstance(name, str) and name else None,
         token_ids=token_ids,
-        params=_decode_sampling(sampling if seed is None else {**sampling, "seed": seed}, stop_strings),
+        params=replace(
+            _decode_sampling(sampling if seed is None else {**sampling, "seed": seed}, stop_strings),
+            sampling_mask=bool(body.get("sampling_mask")),
+        ),
         logprobs=sampling.get("logprobs") is not None,
         stream=bool(body.get("stream")),
         continued=continued,

@@ -29,6 +29,10 @@ def check_completion(completion: Completion, params: SamplingParams, session_id:
             f"session {session_id}: the client reports 'stop', but the last id {int(token_ids[-1])} is no stop id "
             f"{params.stop_token_ids} and no stop string was given, which breaks the contract of LLMClient"
         )
+    if completion.mask is not None and len(completion.mask) != len(token_ids):
+        raise SessionError(
+            f"session {session_id}: a completion of {len(token_ids)} ids has {len(completion.mask)} sampling masks"
+        )
     covered = 0
     for _, start, end in completion.weight_versions:
         if start != covered or end <= start:

@@ -33,7 +33,18 @@ from turnwise.errors import DiskError, FormatError
 from turnwise.media_files import MediaFiles, MediaSpan, media_spans
 from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.recorder.tree import common_length
-from turnwise.types import Completion, Logprobs, Media, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
+from turnwise.types import (
+    Completion,
+    Logprobs,
+    Media,
+    SamplingMask,
+    SamplingParams,
+    TokenDelta,
+    TokenIds,
+    TokenPrompt,
+    VersionSpan,
+    decode_mask,
+)
 
 SCHEMA_VERSION = 1
 LEDGER = "ledger.jsonl"
@@ -66,6 +77,7 @@ class LedgerEntry:
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: str
     media: tuple[MediaSpan, ...] = ()
+    mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,8 @@ class LedgerWriter:
             "versions": completion.weight_versions,
             "finish": completion.finish_reason,
         }
+        if completion.mask is not None:
+            record["mask"] = completion.mask.encode()
         if media_places[shared_images:]:
             record["media"] = [list(image) for image in media_places[shared_images:]]
             self.media.write(media)
@@ -240,6 +254,7 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
         pieces[-1].finish_reason or "error",
         pieces[-1].weight_versions,
         pieces[-1].routed_experts,
+        pieces[-1].mask,
     )
 
 
@@ -373,6 +388,8 @@ def _read_entry(
         previous_calls[session] = np.concatenate([prompt, completion]), media
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])
         logprobs = np.asarray(record["logprobs"], np.float32)
-        return LedgerEntry(*location, session, prompt, completion, logprobs, versions, str(record["finish"]), media)
+        mask = decode_mask(record["mask"]) if "mask" in record else None
+        finish = str(record["finish"])
+        return LedgerEntry(*location, session, prompt, completion, logprobs, versions, finish, media, mask)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise FormatError(f"{path}:{number}: malformed ledger record: {error!r}") from error

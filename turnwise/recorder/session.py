@@ -506,7 +506,8 @@ class Session:
         if seed is None and self._seed is not None:
             seed = stable_hash("request", self._seed, self._requests)
         stop_ids = tuple(sorted(self.renderer.stop_ids.union(params.stop_token_ids)))
-        return replace(params, max_tokens=max_tokens, stop_token_ids=stop_ids, seed=seed)
+        masks = self.params.sampling_mask or params.sampling_mask
+        return replace(params, max_tokens=max_tokens, stop_token_ids=stop_ids, seed=seed, sampling_mask=masks)
 
     # Commit: no await from here on
 

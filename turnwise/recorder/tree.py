@@ -19,6 +19,7 @@ from turnwise.types import (
     Logprobs,
     Media,
     Routes,
+    SamplingMask,
     TokenIds,
     ToolSchema,
     VersionSpan,
@@ -37,13 +38,14 @@ class Sampled(NamedTuple):
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     routes: Routes | None = None
+    mask: SamplingMask | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> Sampled:
         """Return a completion without its ids."""
         routes = completion.routed_experts
         own = None if routes is None else last_rows(routes, len(completion.token_ids))
-        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason, own)
+        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason, own, completion.mask)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +189,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
         finish_reason=completion.finish_reason,
         fork=node.fork,
         routes=completion.routes,
+        mask=completion.mask,
     )
 
 

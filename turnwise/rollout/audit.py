@@ -277,7 +277,9 @@ class _Audit:
         by_pass: defaultdict[tuple[int, int], list[BatchRow]] = defaultdict(list)
         for row in rows:
             by_pass[row.step, row.epoch].append(row)
-        expected = {sample.leaf: sample for sample in to_samples(trajectory, max_tokens=rows[0].max_tokens).rows}
+        expected = {
+            sample.leaf: sample for sample in to_samples(trajectory, max_tokens=rows[0].max_tokens, reported=True).rows
+        }
         for (step, epoch), members in by_pass.items():
             for row in members:
                 sample = expected.get(row.leaf)

@@ -166,6 +166,8 @@ class RolloutConfig(Section):
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest tokens; 0 keeps all.
         min_p: Least share of the likeliest token's probability.
+        sampling_mask: Where top-p, top-k, min-p or a grammar truncates: ``keep`` has the engine record what was kept,
+            and trains under the distribution that was sampled from; ``full`` trains under the whole one.
         max_turns: Model calls per session; the episode then ends with ``max_turns``.
         max_tokens_per_turn: Most tokens of one completion.
         max_total_tokens: Most tokens of one session over all its branches, prompts included.
@@ -201,6 +203,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    sampling_mask: Literal["keep", "full"] = "keep"
     max_turns: PositiveInt = 16
     max_tokens_per_turn: PositiveInt | None = None
     max_total_tokens: PositiveInt | None = None

@@ -101,7 +101,11 @@ class EpisodeSessions:
         self._reasoning = config.reasoning
         self._echo = config.echo
         self._params = SamplingParams(
-            temperature=temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
+            temperature=temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            sampling_mask=trained and config.sampling_mask == "keep",
         )
         self._limits = SessionLimits(
             context_length=main.context_length,

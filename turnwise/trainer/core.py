@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from turnwise.trainer.kept_sets import KeptSets
 from turnwise.trajectory import TrainSample
 from turnwise.types import Media
 
@@ -42,6 +43,16 @@ class TrainRow:
         return replace(self, sample=replace(self.sample, routes=None))
 
 
+def consistently_routed(sample: TrainSample) -> TrainSample:
+    """Return the row, without routes where several weight versions sampled it.
+
+    A server computes what precedes a token by the weights that sample it: experts that others chose for it before are
+    not those of that computation.
+    """
+    several = len(np.unique(sample.weight_versions[sample.weight_versions >= 0])) > 1
+    return replace(sample, routes=None) if several else sample
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Rows laid out end to end or as trees, and their N trained tokens, in the order of ``rows`` and of a row's tokens.
@@ -56,7 +67,7 @@ class MicroBatch:
         rows: Indices of the rows among those packed.
         predictors: int64, the position in [0, T) whose state predicts the token.
         target_ids: int64, the token.
-        rollout_logprobs: float32, reported by the inference server.
+        rollout_logprobs: float32, reported by the inference server; of the kept sets where there are any.
         advantages: float32.
         weights: float32, the loss weight.
         temperatures: float32, the divisor of the logits (never 0).
@@ -70,6 +81,8 @@ class MicroBatch:
         media: Media by their positions in [0, T), ascending. Each lies within one segment.
         routes: int16 of shape [T, layers, k], the experts that computed each token in the server, -1 where it did not
             report them; None without router replay.
+        kept: The ids that each token was sampled from; None where no token's were truncated. Log-probabilities and
+            entropies are those of the distribution over them.
     """
 
     input_ids: Tensor
@@ -91,6 +104,7 @@ class MicroBatch:
     returns: Tensor | None = None
     media: tuple[Media, ...] = ()
     routes: Tensor | None = None
+    kept: KeptSets | None = None
 
     @property
     def tokens(self) -> int:
@@ -112,7 +126,7 @@ class TokenScores:
     """Scores of the trained tokens from a forward pass.
 
     Attributes:
-        logprobs: float32 of shape [N], of the logits divided by each token's temperature.
+        logprobs: float32 of shape [N], of the logits divided by each token's temperature, over its kept set.
         entropy: float32 of shape [N], of that distribution in nats, or None if not requested.
         values: float32 of shape [N], state values before each token, or None without a value head.
         rerouted: float32 of shape [N], share of the replayed experts that the routers would not choose for the token

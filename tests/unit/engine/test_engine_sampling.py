@@ -145,7 +145,7 @@ def test_any_row_of_a_mixed_batch(data):
     top_k = np.array(data.draw(st.lists(st.sampled_from([0, 1, 3]), min_size=rows, max_size=rows)), np.int64)
     min_p = np.array(data.draw(st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=rows, max_size=rows)), np.float32)
     draws = np.array(data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=rows, max_size=rows)))
-    ids, logprobs, cut = sample(torch.from_numpy(logits), RowParams(temperature, top_p, top_k, min_p), draws)
+    ids, logprobs, cut = sample(torch.from_numpy(logits), RowParams(temperature, top_p, top_k, min_p), draws)[:3]
     for row in range(rows):
         scaled = logits[row].astype(np.float64) / (temperature[row] or 1.0)
         full = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
@@ -165,20 +165,20 @@ def test_any_row_of_a_mixed_batch(data):
 
 def test_the_largest_draw_hits_an_id_with_weight():
     logits = torch.tensor([[0.0, 1.0, -float("inf"), -200.0]])
-    ids, logprobs, cut = sample(logits, params(1), np.array([1.0 - 2.0**-53]))
+    ids, logprobs, cut = sample(logits, params(1), np.array([1.0 - 2.0**-53]))[:3]
     assert ids[0] == 1
     assert cut is None
     assert np.isfinite(logprobs[0])
-    ids, _, _ = sample(torch.tensor([[-200.0, 0.0, 1.0]]), params(1), np.array([0.0]))
+    ids, _, _ = sample(torch.tensor([[-200.0, 0.0, 1.0]]), params(1), np.array([0.0]))[:3]
     assert ids[0] in (0, 1)
 
 
 def test_logprobs_of_non_finite_rows_are_nan():
     logits = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
-    _, logprobs, _ = sample(logits, params(2), np.array([0.3, 0.3]))
+    _, logprobs, _ = sample(logits, params(2), np.array([0.3, 0.3]))[:3]
     assert np.isnan(logprobs[0])
     assert np.isfinite(logprobs[1])
-    _, logprobs, _ = sample(logits, params(2, temperature=0.0), np.array([0.3, 0.3]))
+    _, logprobs, _ = sample(logits, params(2, temperature=0.0), np.array([0.3, 0.3]))[:3]
     assert np.isnan(logprobs[0])
 
 
@@ -199,7 +199,7 @@ def test_grammar_mask_applies_before_truncation_and_keeps_logprobs(data):
         rng.choice([0, 2], rows).astype(np.int64),
         rng.choice([0.0, 0.1], rows).astype(np.float32),
     )
-    ids, logprobs, cut = sample(torch.from_numpy(logits), given_params, rng.random(rows), mask)
+    ids, logprobs, cut = sample(torch.from_numpy(logits), given_params, rng.random(rows), mask)[:3]
     for row, token in enumerate(ids):
         assert mask[row, token]
         divisor = temperatures[row] or 1.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from turnwise.errors import InferenceError
 from turnwise.inference import wire
 from turnwise.inference import wire as generate_request
+from turnwise.inference.completion_progress import covers
 from turnwise.types import SamplingParams
 
 LIMITS = {"vocabulary": 100, "max_context": 50, "stop_strings": True}
@@ -166,10 +167,10 @@ def test_nonsense_from_a_server_is_an_error(answer, message):
 
 
 def test_spans_must_cover():
-    assert wire.covers((), 0)
-    assert wire.covers(((0, 0, 2), (1, 2, 3)), 3)
+    assert covers((), 0)
+    assert covers(((0, 0, 2), (1, 2, 3)), 3)
     for spans in (((0, 0, 2),), ((0, 1, 3),), ((0, 0, 2), (1, 1, 3)), ((0, 0, 3), (1, 3, 3)), ((0, 0, 4),)):
-        assert not wire.covers(spans, 3)
+        assert not covers(spans, 3)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ async def test_turn_of_a_server_without_routes_is_marked_as_not_recorded() -> No
     session = open_session(script=unrouted_at_first)
     first = await session.chat([user("a")])
     await session.chat([user("a"), first, user("b")])
-    [sample] = to_samples(trajectory_of(session), routes=True).rows
+    [sample] = to_samples(trajectory_of(session), reported=True).rows
     assert sample.routes is not None
     unrouted = sum(len(segment.token_ids) for segment in session.segments()[:2])
     assert recorded(sample.routes).tolist() == [False] * unrouted + [True] * (len(sample.input_ids) - unrouted)

@@ -28,7 +28,7 @@ from turnwise.engine.numerics.self_check import capability
 from turnwise.errors import InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
-from turnwise.trainer.core import TrainRow
+from turnwise.trainer.core import TrainRow, consistently_routed
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.learn.rank_processes import Sharding
@@ -148,7 +148,7 @@ class Sampler:
                 temperature = self.requests[name].params.temperature or 1.0
                 routes = None if output.routes is None else last_rows(output.routes, len(ids))
                 sample = TrainSample(ids, mask, logprobs, versions, zeros, name, "g", 0, (), routes)
-                rows.append(TrainRow(sample.consistently_routed(), temperature=temperature))
+                rows.append(TrainRow(consistently_routed(sample), temperature=temperature))
         return rows
 
 

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from turnwise.engine.batching.kv_cache import ACTIVE, RETAINED, KVCache, widen
 from turnwise.engine.sampling import RowParams, seed_key, uniforms
 from turnwise.engine.structured_output import GrammarState
-from turnwise.types import FinishReason, Logprobs, Routes, SamplingParams, TokenIds, VersionSpan
+from turnwise.types import FinishReason, Logprobs, Routes, SamplingMask, SamplingParams, TokenIds, VersionSpan, Words
 
 Slots = npt.NDArray[np.int64]
 
@@ -40,6 +40,29 @@ class StopStrings:
         # Any match lies partly in the new piece: what could begin one is all that is kept.
         self._text = text[-(self._longest - 1) :] if self._longest > 1 else ""
         return min(matches)[1] if matches else None
+
+
+class MaskRecord:
+    """The sampling masks of a completion, token by token."""
+
+    __slots__ = ("_logprobs", "_sizes", "_words")
+
+    def __init__(self) -> None:
+        self._logprobs: list[float] = []
+        self._sizes: list[int] = []
+        self._words: list[Words] = []
+
+    def add(self, logprob: float, size: int, words: Words) -> None:
+        """Add a token: its log-probability after truncation, size and words of its kept set."""
+        self._logprobs.append(logprob)
+        self._sizes.append(size)
+        self._words.append(words)
+
+    def read(self, first: int) -> SamplingMask:
+        """Return the masks of the tokens from ``first`` on."""
+        words = np.concatenate([np.zeros(0, np.int32), *self._words[first:]], dtype=np.int32)
+        logprobs = np.asarray(self._logprobs[first:], np.float32)
+        return SamplingMask(logprobs, np.asarray(self._sizes[first:], np.int32), words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,7 @@ class Generation:
             they are the tokens' own.
         adapter: Number of the adapter that samples; 0 for the served model.
         routes: Routed experts of the tokens by which ids were sampled; current while the request holds no slot.
+        masks: Sampling masks of the sampled ids, if they are asked for and anything is truncated.
     """
 
     id: str
@@ -108,6 +132,7 @@ class Generation:
     rotary: npt.NDArray[np.int64] | None = None
     adapter: int = 0
     routes: Routes | None = None
+    masks: MaskRecord | None = None
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first ``sampled`` ids."""
@@ -134,6 +159,7 @@ class Generation:
             # What was interrupted may have been read under several weights, or in part.
             prompt_logprobs=self.scores if reason in ("stop", "length") else None,
             routes=None if reason is None or self.routes is None else self.routes[self.routes_start :],
+            mask=None if self.masks is None else self.masks.read(first),
         )
 
     @property
@@ -157,6 +183,7 @@ class Output:
         prompt_logprobs: float32 of shape [prompt_tokens - 1], of the prompt's ids but the first, at temperature 1; None
             unless requested.
         routes: At the end: routed experts of the tokens from ``params.routes_from`` on; None unless requested.
+        mask: Sampling masks of ``token_ids``; None unless requested, and where nothing is truncated.
     """
 
     id: str
@@ -169,6 +196,7 @@ class Output:
     cached_tokens: int
     prompt_logprobs: Logprobs | None = None
     routes: Routes | None = None
+    mask: SamplingMask | None = None
 
 
 WORTH_SHARING = 8

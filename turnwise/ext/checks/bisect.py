@@ -32,7 +32,8 @@ from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
-from turnwise.trajectory import WHY_UNFORKED, Trajectory
+from turnwise.trajectory import Trajectory
+from turnwise.types import WHY_UNFORKED
 
 _TEXT_LENGTH = 60
 # As in evaluations: a sum of parts may miss the reward of a success by its rounding.

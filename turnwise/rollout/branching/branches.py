@@ -15,8 +15,8 @@ from turnwise.agents.notes import Reward
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.session import Session
 from turnwise.rollout.branching.tree import TreeConfig, TreeTurn
-from turnwise.trajectory import WHY_UNFORKED, Segment, Trajectory, branch_paths
-from turnwise.types import Branch, RewardEvent, StopReason
+from turnwise.trajectory import Segment, Trajectory, branch_paths
+from turnwise.types import WHY_UNFORKED, Branch, RewardEvent, StopReason
 
 TurnsBySession: TypeAlias = "Mapping[str, tuple[str, ...]]"
 

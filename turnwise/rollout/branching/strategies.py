@@ -18,8 +18,7 @@ from turnwise.rollout.branching.search import SearchConfig
 from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
-from turnwise.trajectory import WHY_UNFORKED
-from turnwise.types import Search, StopReason
+from turnwise.types import WHY_UNFORKED, Search, StopReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
 from turnwise.trainer.algorithms.rewards import step_rewards, with_penalties
+from turnwise.trainer.batch.guided_masks import resolve_guided
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
-from turnwise.trainer.core import RowKey, TrainRow
+from turnwise.trainer.core import RowKey, TrainRow, consistently_routed
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
 
@@ -80,6 +82,7 @@ def collect(
     policy: str = "main",
     max_tokens_per_row: int | None = None,
     exact: bool = False,
+    model: Path | None = None,
 ) -> StepTrajectories:
     """Return the trainable trajectories of groups, with their rows, truncated to ``max_tokens_per_row``.
 
@@ -87,14 +90,18 @@ def collect(
     their log-probabilities to the last bit.
 
     Dropped are trajectories that ended with an error (an infrastructure failure is not a reward), those without sampled
-    tokens, and those of other policies.
+    tokens, and those of other policies. ``model`` is the directory of the model that sampled, for masks of grammars.
     """
     of_policy = [trajectory for group in groups for trajectory in group.trajectories if trajectory.policy == policy]
     complete = [trajectory for trajectory in of_policy if trajectory.error is None]
     trajectories = [trajectory for trajectory in complete if trajectory.sampled_tokens]
     baselines = _greedy_rewards(groups, policy)
     metrics = _source_metrics(groups, policy) | _role_metrics(groups, policy) | _trajectory_metrics(complete)
-    samples = [to_samples(trajectory, max_tokens=max_tokens_per_row, routes=True) for trajectory in trajectories]
+    samples = []
+    for trajectory in trajectories:
+        segments = [s if model is None else resolve_guided(s, trajectory.id, model) for s in trajectory.segments]
+        masked = replace(trajectory, segments=segments)
+        samples.append(to_samples(masked, max_tokens=max_tokens_per_row, reported=True))
     metrics |= {
         "batch/trajectories": float(len(complete)),
         "batch/silent": float(len(complete) - len(trajectories)),
@@ -104,7 +111,7 @@ def collect(
     }
     if baselines:
         metrics["reward/greedy"] = sum(baselines.values()) / len(baselines)
-    rows = [[row.consistently_routed() if exact else row for row in part.rows] for part in samples]
+    rows = [[consistently_routed(row) if exact else row for row in part.rows] for part in samples]
     return StepTrajectories(trajectories, rows, metrics, baselines)
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
+from turnwise.trainer.kept_sets import KeptSets
 from turnwise.trajectory import TrainSample
-from turnwise.types import Media, recorded
+from turnwise.types import Media, join_masks, recorded
 
 SHORTEST_SHARED = 8
 """Tokens: a shared stretch of fewer costs more as a separate segment than it saves."""
@@ -305,7 +306,20 @@ def _make_batch(rows: Sequence[TrainRow], members: Sequence[int], layout: RowSeg
         old_values=None if (values := _all_or_none([row.values for row in packed])) is None else of_tokens(values),
         returns=None if (returns := _all_or_none([row.returns for row in packed])) is None else of_tokens(returns),
         routes=_routes(packed, layout),
+        kept=_kept_sets(packed, targets),
     )
+
+
+def _kept_sets(rows: Sequence[TrainRow], targets: Sequence[npt.NDArray[np.int64]]) -> KeptSets | None:
+    """Return the kept sets of the trained tokens of rows."""
+    masks = [
+        None if row.sample.mask is None else row.sample.mask.select(tokens)
+        for row, tokens in zip(rows, targets, strict=True)
+    ]
+    joined = join_masks(
+        [(np.zeros(len(tokens), np.float32), mask) for tokens, mask in zip(targets, masks, strict=True)]
+    )
+    return None if joined is None else KeptSets.of([joined])
 
 
 def _routes(rows: Sequence[TrainRow], layout: RowSegments) -> Tensor | None:

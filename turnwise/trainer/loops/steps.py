@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from turnwise.engine.lora import model_under
 from turnwise.errors import TrainError
 from turnwise.placement.usage import return_freed_memory
 from turnwise.rollout.core import RolloutRequest
@@ -318,6 +319,7 @@ def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
         policy=policy.name,
         max_tokens_per_row=config.batch.max_tokens_per_row,
         exact=config.inference.exact,
+        model=model_under(config.policy.model.path),
     )
     if not collected.metrics["batch/trajectories"]:
         return Experience([], collected.metrics)

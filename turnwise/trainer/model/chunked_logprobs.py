@@ -4,6 +4,9 @@ The full logits are never in memory. Forward is an online softmax (arXiv:1805.02
 expectation that entropy needs; hidden states, ids and one normaliser per token are saved. Backward recomputes each
 tile's logits, so that the gradient of a part of the output matrix is one product over all tokens. A vocabulary that
 fits one tile keeps its log-probabilities instead.
+
+Of a token that was sampled under truncation, the logits of the ids that it excluded become :data:`EXCLUDED_LOGIT`: its
+log-probability, entropy and gradient are those of the distribution over the others.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from turnwise.engine.accelerator import on_cpu
 from turnwise.engine.numerics.compilation import CompiledFunction
 from turnwise.engine.numerics.exact import ExactLinear, multiply
+from turnwise.trainer.kept_sets import KeptSets
+from turnwise.types import EXCLUDED_LOGIT
 
 HELD_BYTES = 1 << 26
 """Logits up to this size, in float32, are computed once and kept for the backward pass."""
@@ -77,6 +82,7 @@ def score_states(
     entropy: bool,
     tile_bytes: int | None = None,
     fused: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -96,6 +102,7 @@ def score_states(
             :data:`HELD_BYTES` if all logits fit, else a size for the device.
         fused: Compile what is computed between the products of tiles; their logits are then stored in the type of the
             products only.
+        kept: The ids that tokens were sampled from, on the states' device; None for all of them.
 
     Returns:
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
@@ -107,7 +114,7 @@ def score_states(
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
     tiles = _Tiles(transform, entropy, columns, fused, head if isinstance(head, ExactLinear) else None)
-    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles)
+    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles, kept)
     return logprobs, entropies if entropy else None
 
 
@@ -136,9 +143,15 @@ class _Tiles:
         return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
 
 
-def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None) -> Tensor:
+def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None, excluded: Tensor | None) -> Tensor:
     scaled = transform(raw if raw.dtype == torch.float64 else raw.float())
-    return scaled if divide is None else scaled / divide
+    scaled = scaled if divide is None else scaled / divide
+    # In place: the logits are new memory, and with a soft cap, whose gradient reads them, these are others.
+    return scaled if excluded is None else scaled.masked_fill_(excluded, EXCLUDED_LOGIT)
+
+
+def _excluded(kept: KeptSets | None, start: int, end: int) -> Tensor | None:
+    return None if kept is None else kept.excluded(start, end)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
@@ -153,23 +166,25 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, divide: Tensor | None, tiles: _Tiles
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, divide: Tensor | None,
+        tiles: _Tiles, kept: KeptSets | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         kind = states.device.type
-        ctx.tiles = tiles
+        ctx.tiles, ctx.kept = tiles, kept
         ctx.compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         with torch.autocast(kind, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
             if tiles.columns >= weight.shape[0]:
                 raw = matrix.logits(0, weight.shape[0]) if tiles.exact is None else tiles.exact(states)
-                logs = F.log_softmax(_scale(raw, tiles.transform, divide), dim=-1)
+                excluded = _excluded(kept, 0, weight.shape[0])
+                logs = F.log_softmax(_scale(raw, tiles.transform, divide, excluded), dim=-1)
                 logprobs = logs.gather(1, ids[:, None])[:, 0]
                 entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
                 saved: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
             else:
                 read = _online if tiles.exact is None else partial(_by_rows, tiles.exact.packed)
-                logprobs, entropies, normalizer = read(matrix, ids, divide, tiles)
+                logprobs, entropies, normalizer = read(matrix, ids, divide, tiles, kept)
                 saved = (normalizer, None, None)
         ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *saved)
         return logprobs, entropies
@@ -179,7 +194,7 @@ class _Scores(torch.autograd.Function):
         grad, grad_entropy = grads
         states, weight, bias, ids, divide, entropies, normalizer, logs, raw = ctx.saved_tensors
         if grad is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         tiles: _Tiles = ctx.tiles
         with torch.autocast(states.device.type, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
@@ -188,8 +203,9 @@ class _Scores(torch.autograd.Function):
             for start, end in tiles.spans(weight.shape[0]):
                 raw = matrix.logits(start, end) if logs is None else raw
                 upstream = grad, grad_entropy, entropies
-                sums.add(start, end, gradient(raw, logs, normalizer, ids - start, divide, upstream, tiles))
-        return *sums.result(states.dtype), None, None, None
+                excluded = _excluded(ctx.kept, start, end) if logs is None else None
+                sums.add(start, end, gradient(raw, logs, normalizer, ids - start, divide, excluded, upstream, tiles))
+        return *sums.result(states.dtype), None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +225,9 @@ class _Matrix:
         return F.linear(self.states, self.part(start, end), bias)
 
 
-def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+def _online(
+    matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, kept: KeptSets | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probabilities, entropies, normalisers), reading the vocabulary tile by tile.
 
     Per token, over the logits z seen so far: their maximum m, ``total = sum(exp(z - m))`` and
@@ -223,8 +241,9 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
     largest = torch.full_like(targets, torch.finfo(kind).min)
     add = _fused(_add_tile) if tiles.fused else _add_tile
     for start, end in tiles.spans(matrix.weight.shape[0]):
+        excluded = _excluded(kept, start, end)
         targets, largest, total, mean = add(
-            matrix.logits(start, end), ids - start, divide, (targets, largest, total, mean), tiles
+            matrix.logits(start, end), ids - start, divide, excluded, (targets, largest, total, mean), tiles
         )
     logarithm = total.log()
     normalizer = largest + logarithm
@@ -233,14 +252,15 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
 
 
 def _by_rows(
-    packed: Tensor, matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles
+    packed: Tensor, matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, kept: KeptSets | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`_online` does, reading as many whole rows of the vocabulary at a time as tiles have room."""
     parts = []
     count = max(1, len(ids) * tiles.columns // matrix.weight.shape[0])
     for rows in torch.split(torch.arange(len(ids)), count):
         raw = multiply(matrix.states[rows], packed, matrix.bias)
-        scaled = _scale(raw, tiles.transform, None if divide is None else divide[rows])
+        excluded = None if kept is None else kept.select(rows).excluded(0, raw.shape[1])
+        scaled = _scale(raw, tiles.transform, None if divide is None else divide[rows], excluded)
         logs = F.log_softmax(scaled, dim=-1)
         logprobs, targets = (values.gather(1, ids[rows, None])[:, 0] for values in (logs, scaled))
         entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs[:0]
@@ -259,11 +279,12 @@ def _fused(function: Callable[..., Any]) -> CompiledFunction:
 
 
 def _add_tile(
-    raw: Tensor, local: Tensor, divide: Tensor | None, sums: tuple[Tensor, Tensor, Tensor, Tensor], tiles: _Tiles
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    raw: Tensor, local: Tensor, divide: Tensor | None, excluded: Tensor | None,
+    sums: tuple[Tensor, Tensor, Tensor, Tensor], tiles: _Tiles,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sums of :func:`_online` with one more tile; ``local`` are the ids relative to it."""
     targets, largest, total, mean = sums
-    scaled = _scale(raw, tiles.transform, divide)
+    scaled = _scale(raw, tiles.transform, divide, excluded)
     in_tile = (local >= 0) & (local < raw.shape[1])
     targets = torch.where(in_tile, scaled.gather(1, local.clamp(0, raw.shape[1] - 1)[:, None])[:, 0], targets)
     top = torch.maximum(largest, scaled.amax(-1))
@@ -282,7 +303,7 @@ _Upstream = tuple[Tensor | None, Tensor | None, Tensor]
 
 def _tile_gradient(
     raw: Tensor, logs: Tensor | None, normalizer: Tensor | None, local: Tensor, divide: Tensor | None,
-    upstream: _Upstream, tiles: _Tiles,
+    excluded: Tensor | None, upstream: _Upstream, tiles: _Tiles,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a tile's raw logits, given its log-probabilities or the normaliser, as new memory.
 
@@ -294,7 +315,7 @@ def _tile_gradient(
     grad, grad_entropy, entropies = upstream
     if normalizer is not None:
         # The result is new memory wherever the raw logits are needed once more.
-        logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
+        logs = _scale(raw, tiles.transform, divide, excluded).sub_(normalizer[:, None])
     assert logs is not None, "one of both"
     change: Tensor
     if normalizer is None and grad_entropy is None and grad is not None:

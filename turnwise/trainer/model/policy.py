@@ -149,15 +149,17 @@ class Policy:
             TrainError: An id outside of the vocabulary, segments out of order, or images that the model cannot take.
         """
         states = self.states(batch)
-        ids, temperatures = batch.target_ids, batch.temperatures
+        ids, temperatures, kept = batch.target_ids, batch.temperatures, batch.kept
         if self.sequence is not None:
             computed = self.sequence.own_places(batch.predictors, batch.tokens)
             ids, temperatures = ids[computed], temperatures[computed]
+            kept = None if kept is None else kept.select(computed)
+        kept = None if kept is None else kept.to(states.device)
         with autocast(self.device, self.compute_dtype):
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             fused = "fused_loss" in self.optimizations
             logprobs, entropies = score_states(
-                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused
+                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused, kept=kept
             )
         return TokenScores(
             self.gather(batch, logprobs),

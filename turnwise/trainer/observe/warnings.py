@@ -15,7 +15,8 @@ from turnwise.trainer.algorithms.advantages import WITHOUT_GROUPS
 from turnwise.trainer.algorithms.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.run_log import JSONLLogger
-from turnwise.trajectory import WHY_UNFORKED, TrajectoryGroup
+from turnwise.trajectory import TrajectoryGroup
+from turnwise.types import WHY_UNFORKED
 
 Metrics: TypeAlias = Mapping[str, float]
 
@@ -59,6 +60,7 @@ class WarningContext:
         worst_gap: Description of the token with the largest gap; may be empty.
         unforked: Why an episode of ``rollout.tree`` has no branches; may be empty.
         truncations: Keys that truncate the sampled distribution, with their values.
+        keeps_masks: Whether the loss is under what truncation kept (``rollout.sampling_mask``).
     """
 
     exact: bool = False
@@ -66,6 +68,7 @@ class WarningContext:
     worst_gap: str = ""
     unforked: str = ""
     truncations: tuple[str, ...] = ()
+    keeps_masks: bool = False
 
 
 _ROWS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -130,7 +133,7 @@ def _server_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[_War
         where = f"; {setting.worst_gap}" if setting.worst_gap else ""
         yield "gap", {"mean": mean, "largest": largest, "where": where}
     share, cut = metrics.get("sampling/truncated", 0.0), metrics.get("sampling/cut_mass", 0.0)
-    if share > 0 or setting.truncations:
+    if (share > 0 or setting.truncations) and not setting.keeps_masks:
         causes = ", ".join(setting.truncations) or "sampling parameters of requests, grammars or forced calls"
         extent = f"; {_share(share)} of the tokens lost {cut:.2g} of the probability, on average" if share > 0 else ""
         yield "truncation", {"causes": causes, "extent": extent}
@@ -206,7 +209,9 @@ class _PolicyDiagnostics:
         settings = (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0))
         truncations = tuple(f"rollout.{name} {value:g}" for name, value, off in settings if value != off)
         compares = config.algorithm.advantage not in WITHOUT_GROUPS
-        return cls(renderer, Warner(), WarningContext(exact=exact, compares=compares, truncations=truncations))
+        keeps = rollout.sampling_mask == "keep"
+        setting = WarningContext(exact=exact, compares=compares, truncations=truncations, keeps_masks=keeps)
+        return cls(renderer, Warner(), setting)
 
 
 class Diagnostics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +19,10 @@ from rich.text import Text
 from turnwise.agents.roles import MAIN
 from turnwise.config import read_yaml
 from turnwise.engine.capacity import serves_float32
-from turnwise.errors import AuditError, FormatError
+from turnwise.errors import AuditError, FormatError, TrainError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import Batches, read_batches
-from turnwise.trajectory import Segment, TrainSample, Trajectory, path_media, path_routes
+from turnwise.trajectory import Segment, TrainSample, Trajectory, path_masks, path_media, path_routes
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
 
@@ -97,7 +96,7 @@ def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) ->
     config = _read_config(run)
     weights = _weights_on_disk(run, config)
     temperature = float(config.get("rollout", {}).get("temperature", 1.0))
-    turns, report.unchecked = _turns(run, weights, temperature, at_most)
+    turns = _turns(run, weights, temperature, at_most, report)
     report.counts["sampled tokens that cannot be recomputed"] += report.unchecked.total()
     for version in sorted(turns):
         _check_version(version, weights[version], turns[version], report)
@@ -176,14 +175,19 @@ def _first_model(model: dict[str, Any]) -> str | None:
 
 
 def _turns(
-    run: Path, weights: dict[_Version, _Weights], temperature: float, at_most: int
-) -> tuple[dict[_Version, list[_Turn]], Counter[str]]:
-    """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked, by the reason."""
+    run: Path, weights: dict[_Version, _Weights], temperature: float, at_most: int, report: AuditReport
+) -> dict[_Version, list[_Turn]]:
+    """Sample turns by version (a reservoir with a fixed seed); report the ids that cannot be checked, by the reason.
+
+    A grammar that allows other ids than those that were sampled from contradicts its record.
+    """
     turns_by_version: dict[_Version, list[_Turn]] = {}
     seen: dict[_Version, int] = {}
-    unchecked: Counter[str] = Counter()
+    unchecked = report.unchecked
     draw = random.Random(0)
+    from turnwise.engine.lora import model_under
     from turnwise.engine.numerics.self_check import capability
+    from turnwise.trainer.batch.guided_masks import resolve_guided
 
     batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
     parts = {str(part) for part, kernels in batches.kernels.items() if kernels == capability()}
@@ -207,10 +211,15 @@ def _turns(
                 slot = len(turns) if len(turns) < at_most else draw.randrange(seen[version])
                 if slot < at_most:
                     exact = equal and weights[version].exact
-                    sample = _sample(trajectory, segment, span)
+                    try:
+                        guided = resolve_guided(segment, trajectory.id, model_under(weights[version].directory))
+                    except TrainError as error:
+                        report.contradictions.append(str(error))
+                        continue
+                    sample = _sample(trajectory, guided, span)
                     # Equal bits come with equal experts; those of earlier turns may be another version's.
                     turns[slot : slot + 1] = [(replace(sample, routes=None) if exact else sample, divisor, exact)]
-    return turns_by_version, unchecked
+    return turns_by_version
 
 
 def _temperature(trajectory: Trajectory, configured: float) -> float | None:
@@ -247,7 +256,10 @@ def _sample(trajectory: Trajectory, segment: Segment, span: VersionSpan) -> Trai
     turns = np.full(len(token_ids), -1, np.int32)
     names = trajectory.id, trajectory.group_id, segment.index
     routes = path_routes([*path, segment])
-    return TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path), routes)
+    # Under the masks that the token was sampled and trained under.
+    masks = path_masks([*(replace(ancestor, mask=None) for ancestor in path), segment])
+    logprobs = logprobs if masks is None else masks.logprobs
+    return TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path), routes, masks)
 
 
 def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:

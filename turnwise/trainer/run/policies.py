@@ -147,6 +147,13 @@ class TrainedPolicy(LoadedPolicy):
                 await check_routes(fleet.client_of(policy.name if named else None), model)
             if config.inference.exact:
                 await check_capability(fleet.replicas)
+            rollout = config.rollout
+            truncation = SamplingParams(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p)
+            if rollout.sampling_mask == "keep" and rollout.temperature and truncation.truncates:
+                # Its answer is refused where it has no mask.
+                probe = replace(truncation, max_tokens=1, sampling_mask=True)
+                client_of_policy = fleet.client_of(policy.name if named else None)
+                await client_of_policy.generate(TokenPrompt(as_ids([1, 2])), probe, session_id="masks")
             parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
             served.append(cls(*parts, fleet, client, transport, named))
         return served
