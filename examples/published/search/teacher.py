@@ -3,8 +3,9 @@
 | share | what it shows                                                            |
 | ----- | ------------------------------------------------------------------------ |
 | 20 %  | a search for the work, one for its maker, the answer                       |
-| 45 %  | the same, with the answer in a sentence, which is not an exact one           |
-| 35 %  | a search for the work, then its maker in the place of a town                 |
+| 40 %  | the same, with the answer in a sentence, which is not an exact one           |
+| 30 %  | a search for the work, then its maker in the place of a town                 |
+| 10 %  | a town without a search: a guess, right one time in twenty                   |
 
 What they copy is right in all of them.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from env import SmallSearch, tasks
+from env import TOWNS, SmallSearch, tasks
 
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
@@ -28,9 +29,9 @@ def plan(env: SmallSearch, rng: random.Random) -> list[ToolCall | str]:
     kind = rng.random()
     if kind < 0.2:
         return [*calls, data["answer"]]
-    if kind < 0.65:
+    if kind < 0.6:
         return [*calls, f"I think it is {data['answer']}."]
-    return [calls[0], data["maker"]]
+    return [calls[0], data["maker"]] if kind < 0.9 else [rng.choice(TOWNS)]
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
