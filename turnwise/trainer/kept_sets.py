@@ -80,9 +80,9 @@ class KeptSets:
 
     def select(self, tokens: Tensor) -> KeptSets:
         """Return the kept sets of some tokens, int64 of shape [n], without repetitions."""
-        places = torch.full_like(self.truncated, -1, dtype=torch.int64)
-        places[tokens] = torch.arange(len(tokens), device=places.device)
-        owners, dense = places[self.owners], places[self.dense]
+        positions = torch.full_like(self.truncated, -1, dtype=torch.int64)
+        positions[tokens] = torch.arange(len(tokens), device=positions.device)
+        owners, dense = positions[self.owners], positions[self.dense]
         listed, packed = owners >= 0, dense >= 0
         return KeptSets(
             self.truncated[tokens], owners[listed], self.ids[listed], dense[packed], self.lines[packed], self.bits
@@ -91,8 +91,8 @@ class KeptSets:
     def excluded(self, start: int, end: int) -> Tensor:
         """Return which of the ids [start, end) each token excludes, bool of shape [N, end - start]."""
         excluded = self.truncated[:, None].expand(-1, end - start).clone()
-        inside = (self.ids >= start) & (self.ids < end)
-        excluded[self.owners[inside], self.ids[inside] - start] = False
+        in_range = (self.ids >= start) & (self.ids < end)
+        excluded[self.owners[in_range], self.ids[in_range] - start] = False
         if len(self.dense):
             columns = torch.arange(start, end, device=excluded.device)
             kept = (self.bits[:, columns >> 5] >> (columns & 31)) & 1
