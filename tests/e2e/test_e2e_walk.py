@@ -64,6 +64,7 @@ def test_files_of_a_run_hold_their_records(walk: Path, lookup_model: Path) -> No
     assert files == {
         "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.twz", "trajectories.index",
         "journal.jsonl", "ledger.jsonl", "batches.jsonl", "checkpoints", "logs", "diagnostics.jsonl", "timeline.jsonl",
+        "manifest.json",
     }  # fmt: skip
     [summary] = [yaml.safe_load((walk / "summary.json").read_text())]
     assert set(summary) == {"steps", "before", "after", "wall_s", "cpu_s", "memory_gb", "ended_by", "spent"}

@@ -23,7 +23,7 @@ def train_once(folder: Path) -> None:
     """Write down that all rows of a run were trained, one trajectory a step."""
     batches = BatchWriter(folder / "batches.jsonl")
     for step, trajectory in enumerate(read_trajectories(folder / "trajectories.twz"), 1):
-        rows = to_samples(trajectory).rows
+        rows = to_samples(trajectory, reported=True).rows
         if rows and trajectory.error is None:
             batches.write(step, rows)
     batches.close()
