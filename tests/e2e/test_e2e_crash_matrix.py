@@ -64,7 +64,8 @@ def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
 ) -> None:
     events = (straight / "done").read_text().splitlines()
     assert len(events) > 3 * PLACES
-    at = 1 + moment * (len(events) - 1) // (PLACES - 1)
+    # Runs differ by an event or two: whether a server still reads a version decides whether its memory is used again.
+    at = 1 + moment * (len(events) - 3) // (PLACES - 1)
     settings = config(lookup_model, tmp_path, at)
     with training(settings) as process:
         assert process.wait() == -signal.SIGKILL, process.output()

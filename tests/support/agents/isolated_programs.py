@@ -30,6 +30,7 @@ from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import SessionSettings
 from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.sessions import GatewayLimits, Sessions
+from turnwise.inference.process import server_without_signal_handlers
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter, read_ledger
@@ -226,7 +227,7 @@ async def caged(
     abilities = abilities_of(renderer, guides=guides)
     app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)
     process, control, listener = await _started()
-    server = uvicorn.Server(
+    server = server_without_signal_handlers(
         uvicorn.Config(
             _noting(cutting(app, cuts), routes),
             log_config=None,

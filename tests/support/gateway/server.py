@@ -22,7 +22,7 @@ from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.http_guard import guarded
 from turnwise.gateway.sessions import Sessions
-from turnwise.inference.process import bind
+from turnwise.inference.process import bind, server_without_signal_handlers
 from turnwise.inference.scripted import Line, Script, ScriptedClient
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
@@ -132,7 +132,7 @@ async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
         config = uvicorn.Config(
             app, log_config=None, lifespan="off", ws="none", access_log=False, timeout_graceful_shutdown=1, **options
         )
-        server = uvicorn.Server(config)
+        server = server_without_signal_handlers(config)
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from support.sandboxes.e2b_machines import Box
-from turnwise.inference.process import bind
+from turnwise.inference.process import bind, server_without_signal_handlers
 from turnwise.sandboxes.local.boot.file_copy import remove_tree
 
 KEY = "e2b_" + "0" * 40
@@ -357,11 +357,10 @@ async def e2b_cloud() -> AsyncIterator[tuple[Cloud, dict[str, Any]]]:
     cloud = Cloud()
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(
+    server = server_without_signal_handlers(
         # No sandbox is ended because a busy machine made the tests late.
         uvicorn.Config(_app(cloud), log_level="warning", lifespan="off", ws="none", timeout_keep_alive=600)
     )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server.serve([listener]))
     try:
         while not server.started:  # noqa: ASYNC110 - uvicorn tells it by nothing else

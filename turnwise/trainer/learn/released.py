@@ -47,11 +47,12 @@ def check_release(config: PolicyConfig, options: Mapping[str, Any] | None = None
 def _retain_compiled_graphs() -> None:
     """Have graphs that are compiled from now on leave what a second backward pass needs.
 
-    By default they write over it. torch's cache on disk does not tell such graphs from others (torch 2.13), and would
-    give wrong gradients: theirs have a tag.
+    By default they write over it. torch's caches do not tell such graphs from others (torch 2.13), and would give wrong
+    gradients: those in memory are dropped, and those on disk have a tag.
     """
     functorch.donated_buffer = False
     if _TAG not in compiler.cache_key_tag:
+        torch.compiler.reset()
         compiler.cache_key_tag += _TAG
 
 
