@@ -180,11 +180,16 @@ class OptimizerSet:
                     update(parameter, optimizer.state, group, self.state_dtype)
 
     def _sampled_weights(self) -> Tensor:
-        """Return evenly spaced elements of each parameter (of a sharded one, of the shard here), as one new tensor."""
+        """Return evenly spaced elements of each parameter (of a sharded one, of the shard here), as one new tensor.
+
+        Each counts for those that it stands for, so that norms are estimates of those of all elements.
+        """
         groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
         parameters = [parameter.detach() for parameters in groups for parameter in parameters]
         shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]
-        return torch.cat([shard.flatten()[:: 1 + shard.numel() // _SAMPLED].float() for shard in shards])
+        strides = [1 + shard.numel() // _SAMPLED for shard in shards]
+        parts = zip(shards, strides, strict=True)
+        return torch.cat([shard.flatten()[::stride].float() * math.sqrt(stride) for shard, stride in parts])
 
     def zero_grad(self) -> None:
         """Zero the gradients."""
