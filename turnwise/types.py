@@ -538,9 +538,9 @@ def join_masks(parts: Sequence[tuple[npt.NDArray[np.float32], SamplingMask | Non
     )
 
 
-def pack_bits(kept: npt.NDArray[np.bool_]) -> Words:
+def pack_bits(mask: npt.NDArray[np.bool_]) -> Words:
     """Return bool of shape [vocabulary] as bits: id i is bit ``i % 32`` of word ``i // 32``."""
-    packed = np.packbits(kept, bitorder="little")
+    packed = np.packbits(mask, bitorder="little")
     return np.pad(packed, (0, -len(packed) % 4)).view("<i4").astype(np.int32)
 
 

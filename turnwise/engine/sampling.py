@@ -109,8 +109,8 @@ class Sampled(NamedTuple):
         """
         sets = [(0, _NO_WORDS)] * len(rows)
         if self.weights is not None and len(cut := np.flatnonzero(truncated[rows])):
-            kept = self.weights[torch.from_numpy(rows[cut]).to(self.weights.device)] > 0
-            for row, words in zip(cut.tolist(), _kept_words(kept), strict=True):
+            mask = self.weights[torch.from_numpy(rows[cut]).to(self.weights.device)] > 0
+            for row, words in zip(cut.tolist(), _kept_words(mask), strict=True):
                 sets[row] = words
         if allowed is not None:
             for row in np.flatnonzero(~truncated[rows]).tolist():
@@ -121,13 +121,13 @@ class Sampled(NamedTuple):
 _NO_WORDS: Words = np.zeros(0, np.int32)
 
 
-def _kept_words(kept: torch.Tensor) -> list[tuple[int, Words]]:
+def _kept_words(mask: torch.Tensor) -> list[tuple[int, Words]]:
     """Return size and words of each row of bool [rows, vocabulary]."""
-    counts = kept.sum(-1)
-    dense = counts > kept.shape[1] // 32
-    listed = kept[~dense].nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    counts = mask.sum(-1)
+    dense = counts > mask.shape[1] // 32
+    listed = mask[~dense].nonzero()[:, 1].to(torch.int32).cpu().numpy()
     ids = iter(np.split(listed, np.cumsum(counts[~dense].cpu().numpy())[:-1]))
-    bits = iter(kept[dense].cpu().numpy())
+    bits = iter(mask[dense].cpu().numpy())
     words = [pack_bits(next(bits)) if is_dense else next(ids) for is_dense in dense.tolist()]
     return [(-len(row) if is_dense else len(row), row) for row, is_dense in zip(words, dense.tolist(), strict=True)]
 

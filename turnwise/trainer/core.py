@@ -81,7 +81,7 @@ class MicroBatch:
         media: Media by their positions in [0, T), ascending. Each lies within one segment.
         routes: int16 of shape [T, layers, k], the experts that computed each token in the server, -1 where it did not
             report them; None without router replay.
-        kept: The ids that each token was sampled from; None where no token's were truncated. Log-probabilities and
+        sets: The ids that each token was sampled from; None where no token's were truncated. Log-probabilities and
             entropies are those of the distribution over them.
     """
 
@@ -104,7 +104,7 @@ class MicroBatch:
     returns: Tensor | None = None
     media: tuple[Media, ...] = ()
     routes: Tensor | None = None
-    kept: KeptSets | None = None
+    sets: KeptSets | None = None
 
     @property
     def tokens(self) -> int:

@@ -95,6 +95,6 @@ class KeptSets:
         excluded[self.owners[in_range], self.ids[in_range] - start] = False
         if len(self.dense):
             columns = torch.arange(start, end, device=excluded.device)
-            kept = (self.bits[:, columns >> 5] >> (columns & 31)) & 1
-            excluded[self.dense] = (kept == 0)[self.lines]
+            mask = (self.bits[:, columns >> 5] >> (columns & 31)) & 1
+            excluded[self.dense] = (mask == 0)[self.lines]
         return excluded

@@ -306,7 +306,7 @@ def _make_batch(rows: Sequence[TrainRow], members: Sequence[int], layout: RowSeg
         old_values=None if (values := _all_or_none([row.values for row in packed])) is None else of_tokens(values),
         returns=None if (returns := _all_or_none([row.returns for row in packed])) is None else of_tokens(returns),
         routes=_routes(packed, layout),
-        kept=_kept_sets(packed, targets),
+        sets=_kept_sets(packed, targets),
     )
 
 

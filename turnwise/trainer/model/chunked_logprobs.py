@@ -82,7 +82,7 @@ def score_states(
     entropy: bool,
     tile_bytes: int | None = None,
     fused: bool = False,
-    kept: KeptSets | None = None,
+    sets: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under the state that predicts it, and the entropy there.
 
@@ -102,7 +102,7 @@ def score_states(
             :data:`HELD_BYTES` if all logits fit, else a size for the device.
         fused: Compile what is computed between the products of tiles; their logits are then stored in the type of the
             products only.
-        kept: The ids that tokens were sampled from, on the states' device; None for all of them.
+        sets: The ids that tokens were sampled from, on the states' device; None for all of them.
 
     Returns:
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
@@ -114,7 +114,7 @@ def score_states(
         tile_bytes = HELD_BYTES if all_bytes <= HELD_BYTES else tile_bytes
     columns = tile_columns(states.shape[0], head.out_features, tile_bytes)
     tiles = _Tiles(transform, entropy, columns, fused, head if isinstance(head, ExactLinear) else None)
-    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles, kept)
+    logprobs, entropies = _scores(states, head.weight, head.bias, ids, divide, tiles, sets)
     return logprobs, entropies if entropy else None
 
 
@@ -150,8 +150,8 @@ def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None, exclud
     return scaled if excluded is None else scaled.masked_fill_(excluded, EXCLUDED_LOGIT)
 
 
-def _excluded(kept: KeptSets | None, start: int, end: int) -> Tensor | None:
-    return None if kept is None else kept.excluded(start, end)
+def _excluded(sets: KeptSets | None, start: int, end: int) -> Tensor | None:
+    return None if sets is None else sets.excluded(start, end)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
@@ -167,24 +167,24 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, divide: Tensor | None,
-        tiles: _Tiles, kept: KeptSets | None,
+        tiles: _Tiles, sets: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         kind = states.device.type
-        ctx.tiles, ctx.kept = tiles, kept
+        ctx.tiles, ctx.sets = tiles, sets
         ctx.compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
         with torch.autocast(kind, enabled=False):
             matrix = _Matrix(states.to(ctx.compute), weight, bias, ctx.compute)
             if tiles.columns >= weight.shape[0]:
                 raw = matrix.logits(0, weight.shape[0]) if tiles.exact is None else tiles.exact(states)
-                excluded = _excluded(kept, 0, weight.shape[0])
+                excluded = _excluded(sets, 0, weight.shape[0])
                 logs = F.log_softmax(_scale(raw, tiles.transform, divide, excluded), dim=-1)
                 logprobs = logs.gather(1, ids[:, None])[:, 0]
                 entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
                 saved: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
             else:
                 read = _online if tiles.exact is None else partial(_by_rows, tiles.exact.packed)
-                logprobs, entropies, normalizer = read(matrix, ids, divide, tiles, kept)
+                logprobs, entropies, normalizer = read(matrix, ids, divide, tiles, sets)
                 saved = (normalizer, None, None)
         ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *saved)
         return logprobs, entropies
@@ -203,7 +203,7 @@ class _Scores(torch.autograd.Function):
             for start, end in tiles.spans(weight.shape[0]):
                 raw = matrix.logits(start, end) if logs is None else raw
                 upstream = grad, grad_entropy, entropies
-                excluded = _excluded(ctx.kept, start, end) if logs is None else None
+                excluded = _excluded(ctx.sets, start, end) if logs is None else None
                 sums.add(start, end, gradient(raw, logs, normalizer, ids - start, divide, excluded, upstream, tiles))
         return *sums.result(states.dtype), None, None, None, None
 
@@ -226,7 +226,7 @@ class _Matrix:
 
 
 def _online(
-    matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, kept: KeptSets | None
+    matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, sets: KeptSets | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probabilities, entropies, normalisers), reading the vocabulary tile by tile.
 
@@ -241,7 +241,7 @@ def _online(
     largest = torch.full_like(targets, torch.finfo(kind).min)
     add = _fused(_add_tile) if tiles.fused else _add_tile
     for start, end in tiles.spans(matrix.weight.shape[0]):
-        excluded = _excluded(kept, start, end)
+        excluded = _excluded(sets, start, end)
         targets, largest, total, mean = add(
             matrix.logits(start, end), ids - start, divide, excluded, (targets, largest, total, mean), tiles
         )
@@ -252,14 +252,14 @@ def _online(
 
 
 def _by_rows(
-    packed: Tensor, matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, kept: KeptSets | None
+    packed: Tensor, matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles, sets: KeptSets | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`_online` does, reading as many whole rows of the vocabulary at a time as tiles have room."""
     parts = []
     count = max(1, len(ids) * tiles.columns // matrix.weight.shape[0])
     for rows in torch.split(torch.arange(len(ids)), count):
         raw = multiply(matrix.states[rows], packed, matrix.bias)
-        excluded = None if kept is None else kept.select(rows).excluded(0, raw.shape[1])
+        excluded = None if sets is None else sets.select(rows).excluded(0, raw.shape[1])
         scaled = _scale(raw, tiles.transform, None if divide is None else divide[rows], excluded)
         logs = F.log_softmax(scaled, dim=-1)
         logprobs, targets = (values.gather(1, ids[rows, None])[:, 0] for values in (logs, scaled))

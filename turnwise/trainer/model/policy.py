@@ -149,17 +149,17 @@ class Policy:
             TrainError: An id outside of the vocabulary, segments out of order, or images that the model cannot take.
         """
         states = self.states(batch)
-        ids, temperatures, kept = batch.target_ids, batch.temperatures, batch.kept
+        ids, temperatures, sets = batch.target_ids, batch.temperatures, batch.sets
         if self.sequence is not None:
             computed = self.sequence.own_places(batch.predictors, batch.tokens)
             ids, temperatures = ids[computed], temperatures[computed]
-            kept = None if kept is None else kept.select(computed)
-        kept = None if kept is None else kept.to(states.device)
+            sets = None if sets is None else sets.select(computed)
+        sets = None if sets is None else sets.to(states.device)
         with autocast(self.device, self.compute_dtype):
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             fused = "fused_loss" in self.optimizations
             logprobs, entropies = score_states(
-                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused, kept=kept
+                head, states, ids, temperatures, self._transform, entropy=entropy, fused=fused, sets=sets
             )
         return TokenScores(
             self.gather(batch, logprobs),
