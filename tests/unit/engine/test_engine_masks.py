@@ -72,14 +72,14 @@ def test_kept_sets_renormalise_to_the_distribution_that_was_sampled_from(case):
     scaled = (logits / temperatures[:, None]).double().numpy()
     expected, entropies = [], []
     for row in range(case["rows"]):
-        kept = kept_of(mask, row, case["vocabulary"])
-        assert kept[ids[row]]
+        ids_kept = kept_of(mask, row, case["vocabulary"])
+        assert ids_kept[ids[row]]
         if allowed is not None:
-            assert not (kept & ~allowed[row]).any()
+            assert not (ids_kept & ~allowed[row]).any()
         if params.truncated[row] and case["top_k"][row]:
-            assert kept.sum() <= case["top_k"][row]
-        total = np.logaddexp.reduce(scaled[row][kept])
-        logs = scaled[row][kept] - total
+            assert ids_kept.sum() <= case["top_k"][row]
+        total = np.logaddexp.reduce(scaled[row][ids_kept])
+        logs = scaled[row][ids_kept] - total
         expected.append(scaled[row][ids[row]] - total)
         entropies.append(-(np.exp(logs) * logs).sum())
     np.testing.assert_allclose(sampled.kept_logprobs, expected, atol=5e-6)
@@ -100,7 +100,7 @@ def test_kept_sets_renormalise_to_the_distribution_that_was_sampled_from(case):
             entropy=True,
             tile_bytes=tile_bytes,
             fused=fused,
-            kept=sets,
+            sets=sets,
         )
         np.testing.assert_allclose(scores.detach(), expected, atol=1e-5)
         np.testing.assert_allclose(entropy.detach(), entropies, atol=2e-5)

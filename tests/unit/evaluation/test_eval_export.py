@@ -190,8 +190,8 @@ def test_trl_renders_exported_preferences_as_whole_conversations(tmp_path: Path)
     texts = data_utils.apply_chat_template(pair, tokenizer, tools=json.loads(pair["tools"]))
     for side in ("chosen", "rejected"):
         conversation = [*pair["prompt"], *pair[side]]
-        whole = tokenizer.apply_chat_template(conversation, tools=json.loads(pair["tools"]), tokenize=False)
-        assert texts["prompt"] + texts[side] == whole
+        text = tokenizer.apply_chat_template(conversation, tools=json.loads(pair["tools"]), tokenize=False)
+        assert texts["prompt"] + texts[side] == text
 
 
 def test_a_dataset_loads_with_a_split_for_each_partition(run: Path, tmp_path: Path) -> None:

@@ -197,8 +197,8 @@ def test_rules_depend_on_their_context() -> None:
     assert warned.text.endswith("(tree/branches is 1): Env cannot fork: it holds a lock")
     [warned] = find_warnings({}, WarningContext(truncations=("rollout.top_p 0.9", "rollout.top_k 20")))
     assert "truncated distribution (rollout.top_p 0.9, rollout.top_k 20), while" in warned.text
-    kept = WarningContext(truncations=("rollout.top_k 20",), keeps_masks=True)
-    assert find_warnings({"sampling/truncated": 1.0, "sampling/cut_mass": 0.1}, kept) == []
+    context = WarningContext(truncations=("rollout.top_k 20",), keeps_masks=True)
+    assert find_warnings({"sampling/truncated": 1.0, "sampling/cut_mass": 0.1}, context) == []
     dead, _ = AMISS["dead_groups"]
     assert find_warnings(dead, WarningContext(compares=False)) == []
     assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, WarningContext()) == []
