@@ -22,26 +22,11 @@ DEMONSTRATIONS = 64
 
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model"), str(HERE.parent / "lookup")]
-    from job import Job, command_line, new_parser, train
-    from pretrained import add_model_options, convert, details
+    from pretrained import run_pretrained
     from teacher import demonstrations
 
-    parser = new_parser(__doc__)
-    add_model_options(parser)
-    job = Job(
-        "lookup",
-        HERE,
-        demonstrations,
-        count=DEMONSTRATIONS,
-        run_name="smollm2-lookup",
-        config="lookup.yaml",
-        warm_config="lookup-sft.yaml",
-        pretrained=convert,
-        smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
-        smoke_warm=("steps=1", "conversations=2"),
-        details=details,
-    )
-    return train(job, command_line(job, parser).parse_intermixed_args())
+    files = {"config": "lookup.yaml", "warm_config": "lookup-sft.yaml"}
+    return run_pretrained("lookup", HERE, demonstrations, DEMONSTRATIONS, __doc__, run_name="smollm2-lookup", **files)
 
 
 if __name__ == "__main__":

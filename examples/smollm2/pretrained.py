@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.trainer.train import TrainSummary
@@ -31,6 +32,42 @@ def convert(arguments: argparse.Namespace) -> Path:
     if convert_gguf(PACKAGE, arguments.model, packages=arguments.packages):
         print(f"converted {PACKAGE} to {arguments.model} in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return Path(arguments.model)
+
+
+def run_pretrained(
+    name: str,
+    home: Path,
+    demonstrations: Callable[[int, int], Awaitable[list[dict[str, Any]]]],
+    count: int,
+    description: str | None,
+    **settings: Any,
+) -> int:
+    """Run a job that begins with the model, by the command line; return the exit code.
+
+    Args:
+        name: The environment's name.
+        home: The folder of the configurations.
+        demonstrations: Makes so many conversations from a seed.
+        count: How many the warm start sees.
+        description: Of the command.
+        **settings: Further ones of the job.
+    """
+    from job import Job, command_line, new_parser, train
+
+    parser = new_parser(description)
+    add_model_options(parser)
+    job = Job(
+        name,
+        home,
+        demonstrations,
+        count=count,
+        pretrained=convert,
+        smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
+        smoke_warm=("steps=1", "conversations=2"),
+        details=details,
+        **settings,
+    )
+    return train(job, command_line(job, parser).parse_intermixed_args())
 
 
 def details(summary: TrainSummary) -> None:

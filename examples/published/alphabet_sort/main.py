@@ -24,23 +24,10 @@ async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parents[1] / "small_model"), str(HERE.parents[1] / "smollm2")]
-    from job import Job, command_line, new_parser, train
-    from pretrained import add_model_options, convert, details
+    from pretrained import run_pretrained
 
-    parser = new_parser(__doc__)
-    add_model_options(parser)
-    job = Job(
-        "alphabet_sort",
-        HERE,
-        demonstrations,
-        count=DEMONSTRATIONS,
-        env=f"{HERE / 'env.py'}:AlphabetSort",
-        pretrained=convert,
-        smoke=("steps=1", "batch.groups=2", "rollout.group_size=2", "eval.limit=2", "eval.samples=1"),
-        smoke_warm=("steps=1", "conversations=2"),
-        details=details,
-    )
-    return train(job, command_line(job, parser).parse_intermixed_args())
+    env = f"{HERE / 'env.py'}:AlphabetSort"
+    return run_pretrained("alphabet_sort", HERE, demonstrations, DEMONSTRATIONS, __doc__, env=env)
 
 
 if __name__ == "__main__":
