@@ -64,6 +64,7 @@ RESULTS = (
         "Summaries, trained and masked: trails",
     ),
     Result("frozen_lake", (Arm("gigpo"), Arm("grpo", ("--also", "grpo.yaml"))), "GiGPO and GRPO: FrozenLake"),
+    Result("wordle", (Arm("grpo"),), "Wordle: words of three letters"),
     Result("reverse_text", (Arm("grpo"),), "reverse-text: words in reverse order", "reward", pretrained=True),
     Result("alphabet_sort", (Arm("grpo"),), "alphabet-sort: three turns of names", "reward", pretrained=True),
 )

@@ -27,11 +27,11 @@ def play(runs: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["search", "compaction", "frozen_lake"])
-def test_finished_runs_are_not_repeated(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "runs"), [("search", 2), ("compaction", 2), ("frozen_lake", 2), ("wordle", 1)])
+def test_finished_runs_are_not_repeated(tmp_path: Path, name: str, runs: int) -> None:
     first = play(tmp_path, "run.py", name, "--seed", "0", "--smoke")
-    assert first.count(f"== {name}-") == 2
-    assert len(list(tmp_path.glob("*/summary.json"))) == 2
+    assert first.count(f"== {name}-") == runs
+    assert len(list(tmp_path.glob("*/summary.json"))) == runs
     assert "==" not in play(tmp_path, "run.py", name, "--seed", "0", "--smoke")
 
 
