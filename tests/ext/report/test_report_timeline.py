@@ -1,4 +1,4 @@
-"""What ran when: written, read and drawn."""
+"""What ran when: written, read, and written as a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.errors import FormatError
-from turnwise.ext.report.timeline import Part, Span, Window, draw_text, read_timeline, trace_json
+from turnwise.ext.report.timeline import Part, Span, read_timeline, trace_json
 from turnwise.trainer.observe.timeline import Timeline
 
 # Two groups, of which the second reaches into the update of step 1; ten seconds.
@@ -63,31 +63,10 @@ def test_malformed_timeline_raises_format_error(tmp_path: Path) -> None:
         read_timeline(file)
 
 
-def test_drawing_marks_the_work_of_each_column() -> None:
-    assert draw_text(Window.of(PART), width=10) == [
-        "separate_async, 10.00 s, a column is 1.000 s; at most 2 groups in flight",
-        "",
-        "rollouts    ████▄▄",
-        "trainer     ····███",
-        "weights            █",
-        "checkpoint           █",
-        "step            1",
-    ]
-
-
-def test_window_of_steps_is_drawn() -> None:
-    lines = draw_text(Window.of(PART, (5.0, 7.0)), width=4)
-    assert lines[2:5] == ["rollouts    ██▄▄", "trainer     ··██", "weights"]
-
-
-def test_a_part_without_work_is_drawn_empty() -> None:
-    assert draw_text(Window.of(Part(0, "sync", 0.0)), width=20)[2:] == ["rollouts", "trainer", "weights", "step"]
-
-
-def traced(window: Window) -> tuple[dict[int, str], list[dict[str, Any]], list[tuple[int, int]]]:
+def traced(part: Part) -> tuple[dict[int, str], list[dict[str, Any]], list[tuple[int, int]]]:
     """Return the names of a trace's threads, its spans, and its counts of groups in flight."""
-    events = json.loads(trace_json(window))["traceEvents"]
-    assert {event["pid"] for event in events} == {window.part.number}
+    events = json.loads(trace_json(part))["traceEvents"]
+    assert {event["pid"] for event in events} == {part.number}
     named = [event for event in events if event["name"] == "thread_name"]
     assert all(event["ph"] == "M" for event in named)
     flying = [(event["ts"], event["args"]["groups"]) for event in events if event["ph"] == "C"]
@@ -96,7 +75,7 @@ def traced(window: Window) -> tuple[dict[int, str], list[dict[str, Any]], list[t
 
 
 def test_the_trace_has_each_span_in_its_row() -> None:
-    rows, spans, flying = traced(Window.of(PART))
+    rows, spans, flying = traced(PART)
     assert {(rows[event["tid"]], event["name"], event["cat"], event["ts"], event["dur"]) for event in spans} == {
         ("rollouts", "group a", "group", 2_000_000, 4_000_000),
         ("rollouts 2", "group b", "group", 2_000_000, 6_000_000),
@@ -108,37 +87,27 @@ def test_the_trace_has_each_span_in_its_row() -> None:
     assert len(spans) == len(PART.spans)
     assert all(event["args"]["finished"] for event in spans)
     assert flying == [(2_000_000, 2), (6_000_000, 1), (8_000_000, 0)]
-    (process,) = (
-        event for event in json.loads(trace_json(Window.of(PART)))["traceEvents"] if event["name"] == "process_name"
-    )
+    (process,) = (event for event in json.loads(trace_json(PART))["traceEvents"] if event["name"] == "process_name")
     assert process["args"]["name"] == "separate_async, process 0"
-
-
-def test_trace_of_a_window_has_overlapping_spans_uncut() -> None:
-    _, spans, _ = traced(Window.of(PART, (8.5, 9.5)))
-    assert [(event["name"], event["ts"], event["dur"]) for event in spans] == [
-        ("update 1", 6_000_000, 3_000_000), ("sync 1", 9_000_000, 1_000_000),
-    ]  # fmt: skip
 
 
 def test_an_interrupted_span_lasts_until_the_end_of_its_process_in_the_trace() -> None:
     part = Part(
         3, "sync", 0.0, [Span("wait", "1", 0.5, 2.5), Span("update", "1", 2.5, None), Span("group", "a", 1.0, 4.0)]
     )
-    rows, spans, _ = traced(Window.of(part))
+    rows, spans, _ = traced(part)
     (update,) = (event for event in spans if event["cat"] == "update")
     assert (rows[update["tid"]], update["ts"], update["dur"]) == ("trainer", 2_500_000, 1_500_000)
     assert [event["cat"] for event in spans if not event["args"]["finished"]] == ["update"]
 
 
-def test_interrupted_span_at_the_end_of_a_timeline_is_drawn() -> None:
-    window = Window.of(Part(0, "sync", 0.0, [Span("wait", "1", 0.0, 2.0), Span("update", "1", 2.0, None)]))
-    _, spans, _ = traced(window)
+def test_interrupted_span_at_the_end_of_a_timeline_is_in_the_trace() -> None:
+    part = Part(0, "sync", 0.0, [Span("wait", "1", 0.0, 2.0), Span("update", "1", 2.0, None)])
+    _, spans, _ = traced(part)
     assert [(event["cat"], event["ts"], event["dur"]) for event in spans] == [
         ("wait", 0, 2_000_000),
         ("update", 2_000_000, 0),
     ]
-    assert draw_text(window, width=10)[3] == "trainer     ·········█"
 
 
 def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +116,7 @@ def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
         pass
     timeline.close()
     with pytest.raises(SystemExit) as exit_:
-        main(("timeline", str(tmp_path), "--trace", str(tmp_path / "trace.json")))
+        main(("timeline", str(tmp_path), "-o", str(tmp_path / "trace.json")))
     assert not exit_.value.code
     assert "trace.json" in capsys.readouterr().out
     events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
