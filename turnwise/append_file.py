@@ -60,6 +60,21 @@ def lock_directory(path: Path, kind: type[TurnwiseError], use: str) -> Iterator[
                 path.rmdir()
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process has the directory by :func:`lock_directory`; False where there are no locks."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Shared, so that two processes that ask do not take each other for the owner.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def private_opener(path: str, flags: int) -> int:
     """Open a file, created for its owner only: an ``opener`` for the built-in open."""
     return os.open(path, flags, 0o600)

@@ -534,10 +534,10 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
     return (trajectory for _, trajectory in located_trajectories(path))
 
 
-def located_trajectories(path: Path, offset: int = 0) -> Iterator[tuple[RecordLocation, Trajectory]]:
-    """Yield what :func:`read_trajectories` does, with locations, from a record's offset on. Raises FormatError."""
+def located_trajectories(path: Path) -> Iterator[tuple[RecordLocation, Trajectory]]:
+    """Yield what :func:`read_trajectories` does, with locations. Raises FormatError."""
     with path.open("rb") as file:
-        yield from _Records(file.fileno(), path).trajectories(offset)
+        yield from _Records(file.fileno(), path).trajectories()
 
 
 def effective_trajectories(path: Path) -> Iterator[tuple[RecordLocation, Trajectory]]:
@@ -552,10 +552,3 @@ def effective_trajectories(path: Path) -> Iterator[tuple[RecordLocation, Traject
         part, _, key = trajectory.group_id.partition("-")
         if newest.get(key, part) == part:
             yield location, trajectory
-
-
-def trajectory_at(path: Path, offset: int) -> Trajectory:
-    """Return the trajectory of the record at an offset, without the index. Raises FormatError."""
-    with path.open("rb") as file:
-        records = _Records(file.fileno(), path)
-        return records.trajectory(records.intact(offset))

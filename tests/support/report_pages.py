@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.ext.report.live import LiveRun, Position
-from turnwise.ext.report.trajectories import dumped
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids
@@ -72,43 +70,6 @@ class Page(HTMLParser):
         """Return what the page shows of a trajectory, the way its script finds it; None if it is left out."""
         [row] = [row for row in self.rows(run) if row["id"] == trajectory]
         return None if row["chunk"] is None else self.part(f"chunk-{row['chunk']}", run)[row["place"]]
-
-
-@dataclass
-class Follower:
-    """What the served page knows of a run: it takes news as the page's script does."""
-
-    run: LiveRun
-    position: Position = field(default_factory=Position)
-    head: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    tasks: dict[str, Any] = field(default_factory=dict)
-    table: list[dict[str, Any]] = field(default_factory=list)
-    series: dict[str, dict[int, float]] = field(default_factory=dict)
-
-    def read(self) -> bool:
-        """Have the run read all that there is, and take the news; return whether it began anew."""
-        while self.run.read():
-            pass
-        return self.take()
-
-    def take(self) -> bool:
-        news, at = self.run.news_since(self.position), self.run.position
-        if news is None:
-            return False
-        # A position crosses HTTP as text, news as JSON.
-        self.position, news = Position.parse(str(at)), json.loads(dumped(news))
-        if news["fresh"]:
-            self.table, self.series = [], {}
-        self.head = news["head"]
-        self.facts, self.tasks = news.get("facts", self.facts), news.get("tasks", self.tasks)
-        for begin, columns in news["rows"]:
-            rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            assert begin <= len(self.table)
-            self.table[begin : begin + len(rows)] = rows
-        for name, (steps, values) in news["series"].items():
-            self.series.setdefault(name, {}).update(zip(steps, values, strict=True))
-        return bool(news["fresh"])
 
 
 def played(name: str, task: str = "task", answer: str = "zoe", **changes: Any) -> Trajectory:

@@ -131,7 +131,7 @@ async def _train_once(
     with _signals_cancel():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.call("on_init_end")
-            _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it trains")
+            _hint(console, f"turnwise report {directory} --follow --open shows the run in a browser while it trains")
             if run.state.step == 0 and not run.resume_first_eval():
                 await run.evaluate("step-0")
             async with run.hooks.training():

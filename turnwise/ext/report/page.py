@@ -36,7 +36,6 @@ from turnwise.version import __version__
 ASSETS: Final = Path(__file__).parent / "assets"
 SCRIPTS: Final = (
     "core.js",
-    "live.js",
     "curves.js",
     "overview.js",
     "tables.js",
@@ -74,7 +73,9 @@ class ReportFile:
     notes: tuple[str, ...]
 
 
-def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SIZE) -> ReportFile:
+def write_report(
+    runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SIZE, reload_s: float | None = None
+) -> ReportFile:
     """Write the report of one or more runs to one HTML file, for its owner only.
 
     Args:
@@ -82,6 +83,7 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
         out: The file; an earlier one is replaced.
         max_bytes: Largest size of the file. Figures are those of all trajectories; of their contents, what does not
             fit is left out, and the page says how much.
+        reload_s: Seconds after which an open page loads the file again; by default it does not.
 
     Raises:
         ConfigError: The file cannot be written, no run is given, or not even an empty report fits.
@@ -94,7 +96,7 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
     try:
         facts = [read_facts(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
         with open(draft, "w", encoding="utf-8", errors="backslashreplace", opener=private_opener) as file:
-            packed = _write(_Page(file), facts, max_bytes)
+            packed = _write(_Page(file), facts, max_bytes, reload_s)
         size = draft.stat().st_size
         if size > max_bytes:
             raise ConfigError(
@@ -174,7 +176,7 @@ class _PackedRun:
     contents: Contents
 
 
-def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_PackedRun]:
+def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int, reload_s: float | None) -> list[_PackedRun]:
     """Write the page; chunks go to the file as they are packed, so that a large run is never in memory."""
     scripts = _scripts()
     page.write(_opening([run_facts.name for run_facts in facts], scripts))
@@ -186,8 +188,9 @@ def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_Pack
         room = max(0, max_bytes - reserved - page.size) // (len(facts) - len(packed))
         packed[number] = _write_run(page, number, facts[number], room)
     runs = [packed[number] for number in range(len(facts))]
-    heads = [run.facts.head(run.total, run.listed, run.contents.trajectories, run.facts.notes) for run in runs]
-    page.data("head", _embedded({"format": FORMAT, "version": __version__, "runs": heads}))
+    heads = [run.facts.head(run.total, run.listed, run.contents.trajectories) for run in runs]
+    head = {"format": FORMAT, "version": __version__, "reload": reload_s, "runs": heads}
+    page.data("head", _embedded(head))
     page.write(_closing(scripts))
     return runs
 
@@ -196,37 +199,24 @@ def _scripts() -> list[str]:
     return [_asset("vendor/uPlot.iife.min.js"), joined_script()]
 
 
-def _opening(names: Sequence[str], scripts: Sequence[str], *, served: bool = False) -> str:
-    """Return the page up to its body's beginning; a served one may ask its server, and has no icon to ask for."""
+def _opening(names: Sequence[str], scripts: Sequence[str]) -> str:
+    """Return the page up to its body's beginning."""
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; "
-        f"{_ASKS if served else ''}base-uri 'none'; form-action 'none'"
+        "base-uri 'none'; form-action 'none'"
     )
     styles = [_asset("vendor/uPlot.min.css"), _asset("report.css")]
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         f'<meta http-equiv=Content-Security-Policy content="{policy}">\n'
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"{_NO_ICON if served else ''}<title>{_escaped(', '.join(names))} · Turnwise</title>\n"
+        f"<title>{_escaped(', '.join(names))} · Turnwise</title>\n"
         f"{''.join(f'<style>{chr(10)}{style}{chr(10)}</style>{chr(10)}' for style in styles)}</head>\n<body>\n"
     )
 
 
-_ASKS: Final = "connect-src 'self'; "
-_NO_ICON: Final = '<link rel=icon href="data:,">\n'
-
-
 def _closing(scripts: Sequence[str]) -> str:
     return "".join(f"<script>{script}</script>\n" for script in scripts) + "</body>\n</html>\n"
-
-
-def live_page(head: dict[str, Any]) -> str:
-    """Return the page without data, which asks its server for them; ``head`` has the names of the ``runs``."""
-    scripts = _scripts()
-    return (
-        f"{_opening(head['runs'], scripts, served=True)}<noscript>This report needs JavaScript.</noscript>\n"
-        f'<script type="text/plain" id="head">{_embedded(head)}</script>\n{_closing(scripts)}'
-    )
 
 
 _RESERVED: Final = 4_000

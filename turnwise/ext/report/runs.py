@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,28 +89,21 @@ class RunFacts:
     models: list[Path] = field(default_factory=list)
     model: str | None = None
 
-    def add_records(self, records: Sequence[Mapping[str, Any]], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
-        """Add records of ``metrics.jsonl``; a later value of the same step counts. Notes how many cannot be read.
-
-        Returns:
-            The points that were added: step, and values by metric.
-        """
-        points: list[tuple[int, dict[str, float]]] = []
+    def add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records of ``metrics.jsonl``; a later value of the same step counts. Notes how many cannot be read."""
         unreadable = 0
         for record in records:
             try:
                 if record.get("kind") == "warning":
                     self._add_warning(int(record["step"]), str(record["name"]), str(record["text"]))
                 elif record.get("kind") in ("train", "eval"):
-                    points.append((int(record["step"]), _points(record)))
+                    step = int(record["step"])
+                    for name, value in _points(record).items():
+                        self._add_point(name, step, value)
             except (AttributeError, KeyError, TypeError, ValueError):
                 unreadable += 1
         if unreadable:
-            notes.append(f"{unreadable} records of {METRICS_FILE} lack what their kind has, and are left out")
-        for step, values in points:
-            for name, value in values.items():
-                self._add_point(name, step, value)
-        return points
+            self.notes.append(f"{unreadable} records of {METRICS_FILE} lack what their kind has, and are left out")
 
     def _add_point(self, name: str, step: int, value: float) -> None:
         if name not in self.series:
@@ -124,7 +118,7 @@ class RunFacts:
             steps.insert(index, step)
             values.insert(index, value)
 
-    def head(self, total: int, listed: int, readable: int, notes: Sequence[str]) -> dict[str, Any]:
+    def head(self, total: int, listed: int, readable: int) -> dict[str, Any]:
         """Return a run's entry in the head of a page, with the numbers of its trajectories, as JSON values."""
         return {
             "name": self.name,
@@ -133,7 +127,7 @@ class RunFacts:
             "listed": listed,
             "kept": readable,
             "success_reward": self.success_reward,
-            "notes": [shortened(note) for note in notes],
+            "notes": [shortened(note) for note in self.notes],
         }
 
     def _add_warning(self, step: int, name: str, text: str) -> None:
@@ -178,13 +172,12 @@ def thinned(steps: Sequence[int], values: Sequence[float], max_points: int) -> S
     return [steps[index] for index in sorted(indices)], [float(f"{values[index]:.6g}") for index in sorted(indices)]
 
 
-def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
+def read_facts(source: Path, name: str) -> RunFacts:
     """Read a run's directory, or a file of trajectories; what a killed process left half-written is skipped.
 
     Args:
         source: The directory or file.
         name: Unique among the runs of a report.
-        metrics: Whether curves, warnings and gaps are read.
 
     Raises:
         FormatError: There is no run, or a file of it is damaged in a way that no kill explains.
@@ -207,9 +200,8 @@ def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
     if curves.is_file():
         facts.kind = "training"
         facts.notes += certificate_notes(source)
-        if metrics:
-            facts.add_records(read_metrics(curves), facts.notes)
-            facts.gaps = read_gaps(source / "diagnostics.jsonl", facts.notes)
+        facts.add_records(read_metrics(curves))
+        facts.gaps = read_gaps(source / "diagnostics.jsonl", facts.notes)
     elif any((source / file_name).is_file() for file_name in ("summary.json", "episodes.jsonl", "finished.jsonl")):
         facts.kind = "evaluation"
         _note_unfinished(facts, source / "summary.json")
@@ -312,20 +304,10 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return value
 
 
-Decode = Callable[[int], str]
-"""Returns the text of a token id."""
-
-
 def token_texts(models: Sequence[Path], token_ids: Sequence[int]) -> tuple[dict[int, str], str]:
     """Return the text of each id by the first tokenizer that can be read, and why there is none, or an empty text."""
     if not token_ids:
         return {}, ""
-    decode, missing = token_decoder(models)
-    return ({}, missing) if decode is None else ({token: decode(token) for token in token_ids}, "")
-
-
-def token_decoder(models: Sequence[Path]) -> tuple[Decode | None, str]:
-    """Return what gives the texts of ids by the first tokenizer that can be read, or None and why there is none."""
     reasons: list[str] = []
     for folder in models:
         if not folder.is_dir():
@@ -335,13 +317,10 @@ def token_decoder(models: Sequence[Path]) -> tuple[Decode | None, str]:
         except (ConfigError, MissingExtraError, RenderError) as error:
             reasons.append(str(error))
             continue
-        return _decoder(tokenizer), ""
-    return None, "; ".join(reasons) or f"none of its models is on this machine: {', '.join(map(str, models)) or 'none'}"
-
-
-def _decoder(tokenizer: Any) -> Decode:
-    names = {number: name for name, number in tokenizer.get_vocab().items()}
-    return lambda token: _token_text(names.get(token, ""), tokenizer.decode([token], skip_special_tokens=False))
+        names = {number: name for name, number in tokenizer.get_vocab().items()}
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        return {token: _token_text(names.get(token, ""), decode([token])) for token in token_ids}, ""
+    return {}, "; ".join(reasons) or f"none of its models is on this machine: {', '.join(map(str, models)) or 'none'}"
 
 
 def _token_text(name: str, text: str) -> str:

@@ -14,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from turnwise.agents.roles import MAIN, role_of
+from turnwise.agents.roles import role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean, natural_order
 from turnwise.evaluation.searched import chosen_members, search_row
 from turnwise.ext.report.runs import RunFacts, shortened
 from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
-from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, effective_trajectories
+from turnwise.trajectory_file import TrajectoryFile, effective_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -29,8 +29,6 @@ LARGEST: Final = 4 * 1024 * 1024
 MOST_ROWS: Final = 100_000
 MOST_TASKS: Final = 20_000
 MOST_ERRORS: Final = 50
-UNREAD_ERROR: Final = "not yet read"
-"""Error of a row of which only the index was read."""
 _TRIES = 8
 _FAILED_SHARE = 4
 _TOLERANCE = 1e-6
@@ -69,7 +67,7 @@ class Row:
         offset: Byte offset of its record in the file.
         part: ``train``, or of held-out groups what distinguishes them (``sampled``, ``step-8-greedy``).
         counted: Whether its reward is part of its episode's.
-        calls: Number of tool calls; None, like ``errors`` and ``forks``, where only the index was read.
+        calls: Number of tool calls.
         version: Newest weight version that sampled a token of it.
         slot: Chunk and index in it, if the report holds its contents.
         search: Of a searched trajectory the ways, the sampled ids of all, and the rewards of those that ended.
@@ -88,10 +86,10 @@ class Row:
     error: str | None
     turns: int
     tokens: int
-    calls: int | None
-    errors: int | None
+    calls: int
+    errors: int
     kinds: dict[str, int]
-    forks: int | None
+    forks: int
     version: int | None
     success: bool = False
     slot: tuple[int, int] | None = None
@@ -129,31 +127,6 @@ def read_rows(facts: RunFacts) -> list[Row]:
             f"{error}; leave this run out, or make the report with the version of Turnwise that wrote it"
         ) from error
     return rows
-
-
-def entry_row(entry: TrajectoryEntry, facts: RunFacts) -> Row:
-    """Return a row of what the index has of a trajectory; :func:`trajectory_row` has all of it."""
-    return Row(
-        offset=entry.offset,
-        id=entry.id,
-        task=entry.task_id,
-        part=_part(entry.group_id, entry.partition),
-        group=entry.group_id,
-        episode=(entry.episode_id, entry.attempt),
-        agent=entry.agent,
-        counted=entry.policy == MAIN if facts.role is None else role_of(entry.agent) == facts.role,
-        reward=round(entry.reward, 6),
-        stop=entry.stop_reason,
-        error=UNREAD_ERROR if entry.failed else None,
-        turns=entry.turns,
-        tokens=entry.sampled_tokens,
-        calls=None,
-        errors=None,
-        kinds={},
-        forks=None,
-        version=None,
-        success=not entry.failed and entry.reward >= facts.success_reward - _TOLERANCE,
-    )
 
 
 def _part(group: str, partition: str) -> str:

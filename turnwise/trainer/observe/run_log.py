@@ -56,13 +56,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         FormatError: Another line is not a JSON object, or does not say where a process resumed.
     """
-    return effective_records(path.read_bytes(), path)
-
-
-def effective_records(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return what :func:`read_metrics` does, of lines of the file at ``path``. Raises FormatError."""
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.endswith(b"}"):
             continue
         try:

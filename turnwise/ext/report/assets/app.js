@@ -66,7 +66,6 @@ function drawBar() {
       ),
     ),
     el("div.runs", null, runs.length > 1 ? runs.map(chip) : runs.map(runName)),
-    connection.served && lamp,
     el("button.icon", { onclick: changeTheme, title: "dark or light", "aria-label": "dark or light" }, "◐"),
     el("button.icon", { onclick: () => help.showModal(), title: "keys", "aria-label": "keys" }, "?"),
   ]);
@@ -91,8 +90,6 @@ let drawings = 0;
 async function render() {
   const mine = ++drawings;
   const route = readRoute();
-  watchers.length = 0;
-  tableStates.clear();
   drawBar();
   try {
     await (VIEWS[route.view] || viewOverview)(main, route);
@@ -144,7 +141,21 @@ function onKey(event) {
   action();
 }
 
+/** Load the page again and again while its runs go on, but under nobody's hands; the scroll position stays. */
+function reloadEvery(seconds) {
+  setInterval(() => {
+    const active = document.activeElement.matches("input, select");
+    if (active || help.open || document.querySelector(":active") || !getSelection().isCollapsed) return;
+    history.replaceState({ top: scrollY, theme: document.documentElement.dataset.theme }, "");
+    location.reload();
+  }, seconds * 1000);
+}
+
 async function start() {
+  // Read now: what is drawn replaces it.
+  const { top, theme } = history.state || {};
+  if (theme) document.documentElement.dataset.theme = theme;
+  let reload;
   document.body.append(bar_, main, help);
   fill(main, note("reading …"));
   if (typeof DecompressionStream === "undefined") {
@@ -159,8 +170,7 @@ async function start() {
     return;
   }
   try {
-    await loadRuns();
-    if (connection.served) setLost(false);
+    reload = await loadRuns();
   } catch (error) {
     fill(main, el("p.error", null, `The report cannot be read: ${error.message || error}`));
     return;
@@ -171,6 +181,8 @@ async function start() {
   });
   addEventListener("keydown", onKey);
   await render();
+  if (top) scrollTo({ top });
+  if (reload) reloadEvery(reload);
 }
 
 start();

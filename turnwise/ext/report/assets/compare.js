@@ -2,9 +2,7 @@
 
 const viewCompare = (main, route) => {
   const sides = runs.flatMap((run) => run.partNames.map((part) => ({ key: `${run.number}/${part}`, run, part })));
-  const parts = () => runs.reduce((sum, run) => sum + run.partNames.length, 0);
   const holder = el("div");
-  onNews(() => (parts() === sides.length ? holder.isConnected && redraw(holder, draw) : render()));
   if (sides.length < 2) {
     fill(
       main,
@@ -26,7 +24,6 @@ const viewCompare = (main, route) => {
   }
   const set = (key) => (value) => {
     state[key] = value;
-    tableStates.clear();
     draw();
   };
   const options = sides.map((side) => [side.key, runs.length > 1 ? `${side.run.name}: ${side.part}` : side.part]);
@@ -172,7 +169,7 @@ function comparisonOf(first, second, state) {
         { name: "Trajectories", key: "both", sort: () => 0, cell: both },
       ],
       rows,
-      { noun: "task", sort: "difference", key: "comparison" },
+      { noun: "task", sort: "difference" },
     ),
   ];
 }

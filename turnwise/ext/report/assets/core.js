@@ -144,33 +144,13 @@ function rowsOf(table, run) {
 const runs = [];
 const shownRuns = () => runs.filter((run) => run.shown);
 
+/** Read the runs, and return the seconds after which the page is loaded again, null if they have ended. */
 async function loadRuns() {
   const head = JSON.parse(document.getElementById("head").textContent);
   if (head.format !== FORMAT) throw new Error(`the data has format ${head.format}, and this page reads ${FORMAT}`);
-  if (head.live) return follow(head);
   head.runs.forEach((each, number) => runs.push(new Run(number, each)));
   await Promise.all(runs.map((run) => run.load()));
-}
-
-// What the shown view does when its runs go on; another view begins with none.
-const watchers = [];
-const onNews = (update) => watchers.push(update);
-
-// How tables were left (order, page), by their keys, until another view is opened.
-const tableStates = new Map();
-
-/** Draw a part of the page anew, with its folds open as they were and the focus where it was. */
-function redraw(holder, draw) {
-  const places = () => [...holder.querySelectorAll("a, button, input, select, summary")];
-  const active = document.activeElement;
-  const focus = holder.contains(active) ? places().indexOf(active) : -1;
-  const link = focus >= 0 && active.getAttribute("href");
-  const open = [...holder.querySelectorAll("details")].map((each) => each.open);
-  draw();
-  [...holder.querySelectorAll("details")].forEach((each, place) => (each.open = Boolean(open[place])));
-  if (focus < 0) return;
-  const found = places();
-  (found.find((each) => link && each.getAttribute("href") === link) || found[focus])?.focus({ preventScroll: true });
+  return head.reload;
 }
 
 // The address: #/view/part/part?key=value, so that every view can be linked to.
@@ -223,20 +203,11 @@ function runName(run) {
   return el("span.run-name", null, runMark(run), run.name);
 }
 
-/** A choice; options that are a function are asked again when the runs go on. */
 function select(label, options, value, onchange) {
-  const now = typeof options === "function" ? options : () => options;
-  let listed = now();
-  const made = (chosen) =>
-    listed.map(([key, text]) => el("option", { value: key, selected: String(key) === String(chosen) }, text));
-  const control = el("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) }, made(value));
-  if (now === options)
-    onNews(() => {
-      const next = now();
-      if (control === document.activeElement || JSON.stringify(next) === JSON.stringify(listed)) return;
-      listed = next;
-      fill(control, made(control.value));
-    });
+  const choices = options.map(([key, text]) =>
+    el("option", { value: key, selected: String(key) === String(value) }, text),
+  );
+  const control = el("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) }, choices);
   return el("label.field", null, el("span", null, label), control);
 }
 
@@ -259,10 +230,9 @@ function input(label, value, onchange, attributes) {
 // task-2 stands before task-10.
 const NAMES = new Intl.Collator("en", { numeric: true });
 
-/** A table whose columns sort: columns are {name, key, text?, cell?, number?, title?}; options.key keeps its state. */
+/** A table whose columns sort: columns are {name, key, text?, cell?, number?, title?}. */
 function sortable(columns, rows, options) {
-  const state = tableStates.get(options.key) || { sort: options.sort || "", page: 0, size: options.size || 100 };
-  if (options.key) tableStates.set(options.key, state);
+  const state = { sort: options.sort || "", page: 0, size: options.size || 100 };
   const body = el("tbody");
   const foot = el("div.pages");
   const head = el("tr");

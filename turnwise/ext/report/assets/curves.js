@@ -74,18 +74,7 @@ const viewCurves = (main, route) => {
     grid,
   ]);
   draw();
-  const shape = () => JSON.stringify([metricNames(state), metricNames({ ...state, all: true }).length]);
-  let drawn = shape();
-  onNews(() => {
-    // New points go into the charts as they are; only other metrics need other charts.
-    if (drawn === shape()) return charts.forEach((update) => update());
-    drawn = shape();
-    draw();
-  });
 };
-
-// Of the charts that are drawn, what gives them their newest points.
-const charts = new Set();
 
 function metricNames(state) {
   const names = new Set(shownRuns().flatMap((run) => Object.keys(run.series)));
@@ -96,7 +85,6 @@ function metricNames(state) {
 }
 
 function drawCharts(grid, state, showAll) {
-  charts.clear();
   const names = metricNames(state);
   const total = new Set(shownRuns().flatMap((run) => Object.keys(run.series))).size;
   if (!total) {
@@ -181,12 +169,12 @@ function linearRange(_, low, high) {
 }
 
 function drawChart(place, readout, name, state) {
-  let { having, joined, data } = chartData(name, state);
+  const { having, joined, data } = chartData(name, state);
   const styles = getComputedStyle(document.documentElement);
   const color = (variable) => styles.getPropertyValue(variable).trim();
   const series = [{}];
   for (const run of having) {
-    const few = () => run.series[name][0].length < 40;
+    const few = run.series[name][0].length < 40;
     if (state.smooth)
       series.push({ stroke: color(run.color), width: 1, alpha: 0.25, spanGaps: true, points: { show: false } });
     series.push({ stroke: color(run.color), width: 2, spanGaps: true, points: { show: few, size: 5 } });
@@ -234,20 +222,6 @@ function drawChart(place, readout, name, state) {
     data,
     place,
   );
-  charts.add(() => {
-    const before = having.length;
-    const steps = joined[0];
-    const zoomed = plot.scales.x.min > steps[0] || plot.scales.x.max < steps[steps.length - 1];
-    ({ having, joined, data } = chartData(name, state));
-    if (having.length !== before) {
-      charts.clear();
-      render();
-      return;
-    }
-    plot.setData(data, !zoomed);
-    if (zoomed) plot.redraw();
-    show(plot);
-  });
   new ResizeObserver(() => {
     if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: 190 });
   }).observe(place);

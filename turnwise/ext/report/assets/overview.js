@@ -1,14 +1,10 @@
 // Overview and failures of each run.
 
-const viewOverview = (main) => {
-  const draw = () =>
-    fill(
-      main,
-      shownRuns().map((run) => overviewOf(run)),
-    );
-  draw();
-  onNews(() => redraw(main, draw));
-};
+const viewOverview = (main) =>
+  fill(
+    main,
+    shownRuns().map((run) => overviewOf(run)),
+  );
 
 function overviewOf(run) {
   const facts = [
@@ -102,7 +98,7 @@ function partsTable(run) {
       { name: "Stop reasons", key: "stops", sort: (row) => Object.keys(row.stops)[0], cell: stops },
     ],
     rows,
-    { noun: "part", key: `parts ${run.number}` },
+    { noun: "part" },
   );
 }
 
@@ -126,15 +122,11 @@ function searchColumns() {
 
 // Failures: why episodes end, by part; errors, tool errors, and tasks that are never solved.
 
-const viewFailures = (main) => {
-  const draw = () =>
-    fill(
-      main,
-      shownRuns().map((run) => el("section.card", null, el("h2", null, runName(run)), failuresOf(run))),
-    );
-  draw();
-  onNews(() => redraw(main, draw));
-};
+const viewFailures = (main) =>
+  fill(
+    main,
+    shownRuns().map((run) => el("section.card", null, el("h2", null, runName(run)), failuresOf(run))),
+  );
 
 function failuresOf(run) {
   const kinds = new Map();
@@ -166,7 +158,7 @@ function failuresOf(run) {
           { name: "Last", key: "id", cell: (row) => (run.byId.has(row.id) ? example(run.byId.get(row.id)) : row.id) },
         ],
         run.errors.map(([text, count, id]) => ({ text, count, id })),
-        { noun: "error", key: `errors ${run.number}` },
+        { noun: "error" },
       ),
     kinds.size > 0 && el("h3", null, "Tool errors"),
     kinds.size > 0 &&
@@ -188,7 +180,7 @@ function failuresOf(run) {
           },
         ],
         [...kinds.values()],
-        { noun: "kind", sort: "-count", key: `kinds ${run.number}` },
+        { noun: "kind", sort: "-count" },
       ),
     run.listed < run.total &&
       kinds.size > 0 &&
@@ -220,7 +212,7 @@ function failuresOf(run) {
           },
         ],
         never,
-        { noun: "part", key: `never ${run.number}` },
+        { noun: "part" },
       ),
   ];
 }
@@ -250,6 +242,6 @@ function stopsTable(run) {
       ...columns,
     ],
     rows,
-    { noun: "part", key: `stops ${run.number}` },
+    { noun: "part" },
   );
 }

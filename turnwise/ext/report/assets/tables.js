@@ -3,10 +3,10 @@
 // Tasks: one row for each, the runs side by side.
 
 const viewTasks = (main, route) => {
-  const parts = () => [...new Set(shownRuns().flatMap((run) => run.partNames))];
+  const parts = [...new Set(shownRuns().flatMap((run) => run.partNames))];
   const state = {
     q: route.query.get("q") || "",
-    part: route.query.get("part") || defaultPart(parts()),
+    part: route.query.get("part") || defaultPart(parts),
     solved: route.query.get("solved") || "",
     sort: route.query.get("sort") || "",
   };
@@ -17,18 +17,13 @@ const viewTasks = (main, route) => {
   };
   const set = (key) => (value) => {
     state[key] = value;
-    tableStates.clear();
     draw();
   };
-  onNews(() => {
-    state.part = state.part || defaultPart(parts());
-    redraw(holder, draw);
-  });
   fill(main, [
     el("div.controls", null, [
       select(
         "Part",
-        () => parts().map((part) => [part, part]),
+        parts.map((part) => [part, part]),
         state.part,
         set("part"),
       ),
@@ -148,7 +143,6 @@ function tasksTable(state) {
   });
   return sortable(columns, rows, {
     noun: "task",
-    key: "tasks",
     sort: state.sort,
     onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
   });
@@ -178,10 +172,8 @@ const viewTrajectories = (main, route) => {
   };
   const set = (key) => (value) => {
     state[key] = value;
-    tableStates.clear();
     draw();
   };
-  onNews(() => redraw(holder, draw));
   const progress = el("span.hint");
   const searchTexts = async (wanted) => {
     state.text = wanted.trim();
@@ -191,10 +183,9 @@ const viewTrajectories = (main, route) => {
     search.found = state.text ? new Set() : null;
     fill(progress, "");
     if (state.text) await findTexts(state.text, search.found, current, (done) => fill(progress, done));
-    tableStates.clear();
     if (current()) draw();
   };
-  const choices = (of) => () => {
+  const choices = (of) => {
     const found = new Set(shownRuns().flatMap((run) => run.rows.flatMap(of)));
     return [["", "all"], ...[...found].sort().map((each) => [each, each])];
   };
@@ -228,7 +219,7 @@ const viewTrajectories = (main, route) => {
         state.outcome,
         set("outcome"),
       ),
-      (connection.served || kinds().length > 1) && select("Tool error", kinds, state.kind, set("kind")),
+      kinds.length > 1 && select("Tool error", kinds, state.kind, set("kind")),
       input("Reward from", state.min, set("min"), { type: "number", step: "any", class: "short" }),
       input("to", state.max, set("max"), { type: "number", step: "any", class: "short" }),
       input("Task, id or error", state.q, set("q"), { placeholder: "filter", "data-search": true }),
@@ -342,7 +333,6 @@ function trajectoriesTable(state, found) {
   return sortable(columns, rows, {
     noun: "trajectory",
     nouns: "trajectories",
-    key: "trajectories",
     sort: state.sort,
     onsort: (sort) => setQuery({ ...state, sort: (state.sort = sort) }),
     ondraw: (all) => (listed = all),

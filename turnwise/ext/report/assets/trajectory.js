@@ -10,7 +10,6 @@ const viewTrajectory = async (main, route) => {
   const mine = ++serial;
   const rows = [route.parts, (route.query.get("with") || "").split("/")].map(findRow);
   if (!rows[0]) {
-    onNews(() => findRow(route.parts) && render());
     fill(main, note("The report does not list this trajectory: ", el("code", null, route.parts[1] || ""), "."));
     return;
   }
@@ -57,16 +56,8 @@ function drawTrajectories(main, route, rows, records, words) {
   });
   const two = columns.length === 2;
   const differs = two ? firstDifference(columns[0].keys, columns[1].keys) : -1;
-  const controls = () => navigation(rows, records, differs, columns);
-  let bar = controls();
-  onNews(() => {
-    if (!bar.isConnected || bar.contains(document.activeElement)) return;
-    const next = controls();
-    bar.replaceWith(next);
-    bar = next;
-  });
   fill(main, [
-    bar,
+    navigation(rows, records, differs, columns),
     reading.tokens && tokenLegend(reading.mode),
     el(
       `div${two ? ".two" : ""}`,
