@@ -35,8 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demos")(train.demos)
-app.command("make-model")(train.make_model)
 app.command("train")(train.train)
 app.command("submit")(train.submit)
 app.command("plan")(train.plan)

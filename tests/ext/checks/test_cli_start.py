@@ -22,10 +22,10 @@ from turnwise.envs import EnvSpec, registration
 from turnwise.errors import ConfigError, EnvError
 from turnwise.evaluation.config import EvalConfig
 from turnwise.ext.checks.environment import check_env
+from turnwise.ext.first_model.first_model import FirstModel, demonstrate, write_first_model
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.offline.demonstrations import load_demonstrations
-from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
 
 HELLO = Path(__file__).parents[3] / "examples" / "hello" / "env.py"
 SILENT = """

@@ -16,29 +16,17 @@ import turnwise
 from support.processes.warm import WarmPopen, run_command
 from turnwise.cli import main
 
-COMMANDS = (
-    "train",
-    "plan",
-    "sft",
-    "demos",
-    "eval",
-    "compare",
-    "export",
-    "serve",
-    "gateway",
-    "view",
-    "audit",
-    "envs",
-    "version",
-)
+COMMANDS = ("train", "plan", "sft", "eval", "compare", "export", "serve", "gateway", "view", "audit", "envs", "version")
 PLUGGED_IN = (
     "check-env",
     "check-sandbox",
     "convert-config",
     "convert-gguf",
+    "demos",
     "explain",
     "export-env",
     "init",
+    "make-model",
     "report",
     "rescore",
     "timeline",

@@ -1,0 +1,1 @@
+"""A first model for an environment, from its own reference solutions."""
