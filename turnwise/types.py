@@ -197,6 +197,8 @@ class SamplingParams:
         routes_from: First token of the prompt whose routed experts are reported, where servers report any; set by the
             session, which has those before.
         sampling_mask: Whether sampling masks are reported, where anything is truncated.
+        continued: Number of last ids of the prompt that an interrupted completion had sampled: stop strings may begin
+            in them.
     """
 
     temperature: float = 1.0
@@ -210,6 +212,7 @@ class SamplingParams:
     ignore_eos: bool = False
     guide: Guide | None = None
     routes_from: int | None = None
+    continued: int = 0
     sampling_mask: bool = False
 
     @property

@@ -460,7 +460,9 @@ def _encode(
     if sampled and params.routes_from is not None:
         params = replace(params, routes_from=len(ids) + sampled)
     ids = np.concatenate([ids, *progress.token_ids]) if sampled else ids
-    return encode_request(ids, params, stream=stream, continued=sampled, model=model, features=features)
+    return encode_request(
+        ids, params, stream=stream, continued=params.continued + sampled, model=model, features=features
+    )
 
 
 def _check_free(progress: CompletionProgress, url: str) -> None:

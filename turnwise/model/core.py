@@ -72,9 +72,16 @@ class LLMClient(ABC):
             StructuredOutputError: The completion cannot be constrained to ``params.guide``.
         """
 
-    @abstractmethod
-    def stream(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> AsyncIterator[TokenDelta]:
-        """Sample one completion incrementally; same arguments and errors as :meth:`generate`."""
+    async def stream(
+        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
+    ) -> AsyncIterator[TokenDelta]:
+        """Sample one completion incrementally, by default at once; same arguments and errors as :meth:`generate`."""
+        answer = await self.generate(prompt, params, session_id=session_id)
+        versions = answer.weight_versions
+        latest = versions[-1][0] if versions else None
+        yield TokenDelta(
+            answer.token_ids, answer.logprobs, latest, answer.finish_reason, versions, answer.routed_experts
+        )
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
         """Return the log-probabilities of given ids under the model.

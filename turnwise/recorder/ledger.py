@@ -191,17 +191,21 @@ class LedgerWriter:
 
 
 class LedgerClient(LLMClient):
-    """Client wrapper that logs every successful call, before the completion can be committed."""
+    """Client wrapper that logs every successful call, before the completion can be committed.
+
+    Attributes:
+        inner: The client that samples.
+    """
 
     def __init__(self, inner: LLMClient, ledger: Path | LedgerWriter) -> None:
         """Wrap ``inner``; ``ledger`` is a file, or a shared :class:`LedgerWriter` that the caller closes."""
-        self._inner = inner
+        self.inner = inner
         self._closes_ledger = not isinstance(ledger, LedgerWriter)
         self._ledger = ledger if isinstance(ledger, LedgerWriter) else LedgerWriter(ledger)
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Forward the request, then log the call."""
-        completion = await self._inner.generate(prompt, params, session_id=session_id)
+        completion = await self.inner.generate(prompt, params, session_id=session_id)
         self._ledger.log_call(session_id, prompt.token_ids, completion, prompt.media)
         return completion
 
@@ -210,7 +214,7 @@ class LedgerClient(LLMClient):
     ) -> AsyncIterator[TokenDelta]:
         """Forward the deltas; the call is logged before the last one."""
         pieces: list[TokenDelta] = []
-        async with closing(self._inner.stream(prompt, params, session_id=session_id)) as stream:
+        async with closing(self.inner.stream(prompt, params, session_id=session_id)) as stream:
             async for delta in stream:
                 pieces.append(delta)
                 if delta.finish_reason is not None:
@@ -219,17 +223,17 @@ class LedgerClient(LLMClient):
 
     async def score(self, token_ids: TokenIds, *, session_id: str = "") -> Logprobs:
         """Forward the request; scores are not logged."""
-        return await self._inner.score(token_ids, session_id=session_id)
+        return await self.inner.score(token_ids, session_id=session_id)
 
     async def model_info(self) -> ModelInfo:
         """Forward the request."""
-        return await self._inner.model_info()
+        return await self.inner.model_info()
 
     async def close(self) -> None:
         """Close the inner client, and the ledger unless it is shared."""
         if self._closes_ledger:
             self._ledger.close()
-        await self._inner.close()
+        await self.inner.close()
 
 
 def _id_bytes(token_ids: TokenIds) -> bytes:

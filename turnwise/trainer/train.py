@@ -137,8 +137,9 @@ async def _train_once(
             async with run.hooks.training():
                 await loop(run)
                 limit = run.ended
-                # What is on its way would be trained by no step, and the evaluation wait for its turn behind it.
-                await run.scheduler.cancel_all()
+                # What is on its way would be trained by no step, and the evaluation wait for its turn behind it. A
+                # resumed run requests it again.
+                await run.manager.cancel(set(run.scheduler.outstanding))
                 result = await run.evaluate(f"step-{run.state.step}-final")
     used = RunDirectory(directory).read()
     summary = TrainSummary(

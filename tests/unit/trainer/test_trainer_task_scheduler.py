@@ -121,7 +121,7 @@ async def test_end_cancels_rollouts_and_a_resumed_run_requests_them_again() -> N
     ref, _ = await buffer.sample(1, "train", 1)
     scheduler.hand_out(ref, await buffer.fetch(ref))
     state = scheduler.state()
-    await scheduler.cancel_all()
+    await manager.cancel(set(scheduler.outstanding))
     assert manager.cancelled == {manager.requests[0].key, manager.requests[2].key}
     assert scheduler.state() == state
 

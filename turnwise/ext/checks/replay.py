@@ -11,7 +11,7 @@ import asyncio
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Segment, Trajectory
-from turnwise.types import Completion, SamplingParams, StopReason, TokenDelta, TokenPrompt
+from turnwise.types import Completion, SamplingParams, StopReason, TokenPrompt
 
 Kind = Literal["observation", "tool answer", "reward", "state", "stop reason", "error", "request"]
 
@@ -157,13 +157,6 @@ class RecordedClient(LLMClient):
         _, segment = unanswered.pop(next(same, 0))
         assert segment.logprobs is not None
         return Completion(segment.token_ids, segment.logprobs, segment.finish_reason or "stop", segment.weight_versions)
-
-    async def stream(
-        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
-    ) -> AsyncIterator[TokenDelta]:
-        """Yield the completion at once."""
-        answer = await self.generate(prompt, params, session_id=session_id)
-        yield TokenDelta(answer.token_ids, answer.logprobs, None, answer.finish_reason, answer.weight_versions)
 
     async def model_info(self) -> ModelInfo:
         """Return the live model, else one without limits: those of the run show in what was recorded."""

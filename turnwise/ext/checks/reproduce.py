@@ -10,13 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import orjson
 from rich.console import Console
 
 from turnwise.config import differences
 from turnwise.errors import ConfigError, FormatError, ReplayError
 from turnwise.ext.checks.run_file import PackedRun
+from turnwise.ext.checks.scheduled import follow_schedule
 from turnwise.rollout.audit import BATCHES
+from turnwise.rollout.journal.schedule import Schedule
 from turnwise.rollout.records import BatchRow, first_row, first_token, read_batches, without_attempt
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
@@ -90,15 +91,21 @@ class Reproduction:
 def reasons_to_differ(config: TrainConfig) -> list[str]:
     """Return the settings by which a run's bits depend on timing; empty for one that repeats itself."""
     reasons = []
+    asynchronous = config.mode != "sync"
     servers = [config.of_policy(name).inference for name in config.policies]
-    beside = config.rollout.concurrency > 1 or any(inference.prefix_cache for inference in servers)
+    beside = config.rollout.concurrency > 1 or asynchronous or any(inference.prefix_cache for inference in servers)
     if beside and (inexact := {inference.engine for inference in servers if not inference.exact}):
         reasons.append(
             f"inference.engine is {' and '.join(sorted(inexact))}: log-probabilities depend on what is computed beside "
-            "a token (exact ones do not, nor those of rollout.concurrency 1 without inference.prefix_cache)"
+            "a token (exact ones do not, nor those of mode sync, rollout.concurrency 1 and no inference.prefix_cache)"
         )
-    if config.mode != "sync":
-        reasons.append(f"mode is {config.mode}: which weights sampled a token depends on timing")
+    elsewhere = {
+        "rollout.agent_loop_manager_class": config.rollout.agent_loop_manager_class is not None,
+        "rollout.remote": config.rollout.remote is not None,
+        "placement ray": config.placement != "local",
+    }
+    if asynchronous and (names := [name for name, is_set in elsewhere.items() if is_set]):
+        reasons.append(f"mode is {config.mode} with {' and '.join(names)}: what samples elsewhere follows no schedule")
     if config.budget.wall_time is not None and any(
         policy.schedule.kind != "constant" for policy in config.policies.values()
     ):
@@ -118,22 +125,17 @@ class RepeatedSteps(Hooks):
     """
 
     def __init__(self, steps: Mapping[int, Sequence[BatchRow]], *, equal: bool) -> None:
-        self._digests = {step: [row.digest for row in rows] for step, rows in steps.items()}
+        self._steps = steps
         self._equal = equal
         self.last = max(steps)
 
     def on_step_end(self) -> None:
-        """Compare the rows of the step, the last ones in the file of batches."""
-        if self.global_steps >= self.last:
-            self.stop("this is the last recorded step")
-        digests: list[str] = []
-        for line in reversed((self.config.runs / self.config.name / BATCHES).read_bytes().splitlines()):
-            record = orjson.loads(line)
-            if record.get("step") != self.global_steps:
-                break
-            digests = [*(row["digest"] for row in record["rows"]), *digests]
-        if self._equal and digests != self._digests.get(self.global_steps, []):
+        """Compare the rows of the step."""
+        step, again = self.global_steps, read_batches(self.config.runs / self.config.name / BATCHES).by_step
+        if self._equal and first_row(self._steps.get(step, ()), again.get(step, ())) is not None:
             self.stop("a row differs from the recorded one")
+        if step >= self.last:
+            self.stop("this is the last recorded step")
 
 
 def reproduce(
@@ -170,23 +172,37 @@ def reproduce(
                 f"{source} would not be executed as it was: {'; '.join(reasons)}; make them equal, or compare rewards "
                 "instead of bits with --allow-differences"
             )
-        _execute(run.config, runs.absolute(), RepeatedSteps(steps, equal=not reasons), console)
+        asynchronous = not reasons and run.config.mode != "sync"
+        schedule = Schedule.read(run.records) if asynchronous else None
+        _execute(run.config, runs.absolute(), RepeatedSteps(steps, equal=not reasons), schedule, console)
+        result.first = None if schedule is None else schedule.difference
         _compare(run, steps, result)
     return result
 
 
-def _execute(config: TrainConfig, runs: Path, steps: RepeatedSteps, console: Console | None) -> None:
-    """Execute the steps again."""
+def _execute(
+    config: TrainConfig, runs: Path, steps: RepeatedSteps, schedule: Schedule | None, console: Console | None
+) -> None:
+    """Execute the steps again, by a schedule if there is one; a difference from it is noted there."""
     budget = config.budget.model_copy(update={"wall_time": None})
     updates: dict[str, Any] = {"runs": runs, "loggers": [], "budget": budget}
     if config.steps is None and not budget.limits:
         updates["steps"] = steps.last
+    if schedule is not None:
+        # Episodes that wait for later weights hold their places meanwhile.
+        concurrency = max(config.rollout.concurrency, len(schedule.episodes))
+        limits = {"concurrency": concurrency, "episode_timeout": None}
+        updates["rollout"] = config.rollout.model_copy(update=limits)
 
     async def loop(run: TrainRun) -> None:
         run.hooks.add(steps)
-        await train_as_configured(run)
+        await (train_as_configured(run) if schedule is None else follow_schedule(run, schedule))
 
-    run_train(config.model_copy(update=updates), console=console, loop=loop)
+    try:
+        run_train(config.model_copy(update=updates), console=console, loop=loop)
+    except ReplayError:
+        if schedule is None or schedule.difference is None:
+            raise
 
 
 def _compare(run: PackedRun, recorded: Mapping[int, Sequence[BatchRow]], result: Reproduction) -> None:
@@ -197,7 +213,7 @@ def _compare(run: PackedRun, recorded: Mapping[int, Sequence[BatchRow]], result:
     for step, rows in recorded.items():
         index = first_row(rows, again.get(step, ()))
         if index is not None:
-            result.first = (
+            result.first = result.first or (
                 f"step {step}, {_difference(run.records, result.directory, rows, again.get(step, []), index)}"
             )
             return

@@ -116,10 +116,6 @@ class NoTokens(LLMClient):
         """Raise: hosted endpoints return no token ids."""
         raise token_request_error()
 
-    def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: hosted endpoints return no token ids."""
-        raise token_request_error()
-
     async def model_info(self) -> ModelInfo:
         """Return an unknown model."""
         return ModelInfo("hosted", UNKNOWN_CONTEXT)

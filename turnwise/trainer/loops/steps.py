@@ -89,7 +89,7 @@ async def sample_groups(
     missing, refills = size, 0
     while missing:
         await run.hooks.sample_begin()
-        ref, wait_metrics = await run.buffer.next_batch(step, "train", missing)
+        ref, wait_metrics = await run.scheduler.next_batch(step, missing)
         # A batch that the buffer returned is trained, even if the run is interrupted from here on.
         fetched = await uninterrupted(run.buffer.fetch(ref, fields))
         await uninterrupted(run.buffer.release(ref))

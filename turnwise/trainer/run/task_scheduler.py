@@ -159,14 +159,9 @@ class TaskScheduler:
         fresh = make_admission(self._config.replay, self._config.replay_facts).groups
         self.top_up(self._config.batch.starts(fresh), group_size=group_size)
 
-    async def cancel_all(self) -> None:
-        """Cancel all rollouts at the end of the run; a resumed run requests them again.
-
-        Raises:
-            TurnwiseError: The rollout manager failed to cancel.
-        """
-        if self.outstanding:
-            await self._manager.cancel(set(self.outstanding))
+    async def next_batch(self, step: int, groups: int) -> tuple[BatchRef, dict[str, float]]:
+        """Return the next groups of a train step; see :meth:`~turnwise.rollout.core.ReplayBuffer.next_batch`."""
+        return await self._buffer.next_batch(step, "train", groups)
 
     async def settle_leftovers(self, step: int) -> dict[str, float]:
         """Carry or cancel the groups that a step did not wait for; return metrics.
