@@ -15,9 +15,10 @@ import yaml
 from support.trainer.lookup_run import MODEL, build_model, shared, silent, train_config
 from turnwise.envs.basic.lookup import tasks
 from turnwise.errors import ConfigError, FormatError, ReplayError
+from turnwise.ext.checks.differences import first_row, first_token
 from turnwise.ext.checks.reproduce import reproduce
 from turnwise.ext.checks.run_file import pack_run
-from turnwise.rollout.records import BatchRow, BatchWriter, first_row, first_token, read_batches
+from turnwise.rollout.records import BatchRow, BatchWriter, read_batches
 from turnwise.trainer.manifest import Manifest, digest_input
 from turnwise.trainer.train import run_train
 from turnwise.trajectory import Segment, Trajectory, to_samples

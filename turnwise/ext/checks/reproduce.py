@@ -14,11 +14,12 @@ from rich.console import Console
 
 from turnwise.config import differences
 from turnwise.errors import ConfigError, FormatError, ReplayError
+from turnwise.ext.checks.differences import first_row, first_token
 from turnwise.ext.checks.run_file import PackedRun
 from turnwise.ext.checks.scheduled import follow_schedule
 from turnwise.rollout.audit import BATCHES
 from turnwise.rollout.journal.schedule import Schedule
-from turnwise.rollout.records import BatchRow, first_row, first_token, read_batches, without_attempt
+from turnwise.rollout.records import BatchRow, read_batches, without_attempt
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.manifest import Manifest

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from turnwise.errors import ReplayError
+from turnwise.ext.checks.differences import segment_difference
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.rollout.core import BatchRef, RolloutRequest
 from turnwise.rollout.journal.schedule import Schedule
-from turnwise.rollout.records import segment_difference
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.run.task_scheduler import TaskScheduler

@@ -23,7 +23,7 @@ from turnwise.recorder.history import History
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.recorder.requests import PendingRequest
 from turnwise.recorder.session import Session
-from turnwise.recorder.tree import NO_IDS, Node
+from turnwise.recorder.tree import NO_IDS
 from turnwise.recorder.turn_record import TurnRecord
 from turnwise.tools.response import estimated_tokens
 from turnwise.types import Completion, Media, Message, SamplingParams, TokenIds, TokenPrompt, ToolCall, ToolSchema
@@ -289,15 +289,6 @@ class TextSession(Session):
         self._repeated_ids.update(extra["repeated"])
         # Unanswered requests used no turn.
         self._requests = self._tree.turns
-
-    def _restored_media(
-        self,
-        record: TurnRecord,
-        last_node: Node | None,  # noqa: ARG002 - no ids, no places
-        prefix_tokens: int,  # noqa: ARG002
-        media: Sequence[MediaSpan],  # noqa: ARG002
-    ) -> tuple[Media, ...]:
-        return unplaced(record.new or ())
 
     def withdraw(self, placed: Sequence[PendingRequest]) -> None:
         """Withdraw unanswered requests: they use no turn."""
