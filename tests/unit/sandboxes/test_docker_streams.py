@@ -132,9 +132,10 @@ def test_scripts_report_missing_folders_and_programs(shell: list[str], tmp_path:
 
     assert output_of(run_command("true", "/no/such", has_input=False), MARK + b"\n") == MARK + b":cwd\n"
     assert output_of(run_command(["no-such-program"], "/", has_input=False), MARK + b"\n") == MARK + b":127\n"
-    assert output_of(spawn_command("true", "/no/such", "word")) == b"word:cwd\n"
-    assert output_of(spawn_command(["no-such-program"], "/", "word")) == b"word:program\n"
-    assert output_of(spawn_command("echo $PWD >&2", str(tmp_path), "word")) == f"word:ok\n{tmp_path}\n".encode()
+    assert output_of(spawn_command("true", "/no/such"), b"word\n") == b"word:cwd\n"
+    assert output_of(spawn_command(["no-such-program"], "/"), b"word\n") == b"word:program\n"
+    spawned = output_of(spawn_command("echo $PWD >&2; cat", str(tmp_path)), b"word\n\ngo\ninput")
+    assert spawned == f"word:ok\nword:ok\n{tmp_path}\ninput".encode()
 
 
 async def test_cancelled_read_loses_no_output() -> None:

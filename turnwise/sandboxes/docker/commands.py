@@ -42,6 +42,8 @@ _SETTLE_S: Final = 10.0
 _QUIET_S: Final = 2.0
 """Seconds without output of a command, after which the engine is asked whether it still runs; doubled each time."""
 _MAX_QUIET_S: Final = 30.0
+_HELD_S: Final = 0.2
+"""Seconds without the first line of a spawned shell after which it is asked for another, which brings both."""
 _CHUNK: Final = 2**20
 
 
@@ -113,36 +115,30 @@ class Commands:
             raise _no_folder(cwd)
         return int(out.end)
 
-    async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[RunningCommand, bytes]:
-        """Start a command; return it with its first output. Raises SandboxFileNotFound or SandboxDied."""
+    async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> RunningCommand:
+        """Start a command. Raises SandboxFileNotFound or SandboxDied."""
         self._check()
         running, word = RunningCommand(), secrets.token_hex(8)
         self._running[running.name] = running
-        output = b""
         try:
-            stream = await self._start_command(running, scripts.spawn_command(command, cwd, word), env)
-            while b"\n" not in output:
-                pieces = await stream.pieces()
-                if not pieces:
-                    code = await self._outcome(running)
-                    raise SandboxDied(
-                        f"the command did not start (exit code {code}): {output.decode(errors='replace')}"
-                    )
-                output += b"".join(piece for _, piece in pieces)
+            stream = await self._start_command(running, scripts.spawn_command(command, cwd), env)
+            output = await _first_lines(stream, word)
+            if not output:
+                raise SandboxDied(f"the command did not start (exit code {await self._outcome(running)})")
         except BaseException:  # also a cancellation: the command is ended
             if not running.stream or not running.stream.ended:
                 await self._end_shielded(running)
             self.forget(running)
             raise
-        first_line, _, output = output.partition(b"\n")
-        if first_line == f"{word}:ok".encode():
-            return running, output
+        first_line = output.partition("\n")[0]
+        if first_line == f"{word}:ok":
+            return running
         self.forget(running)
-        if first_line == f"{word}:cwd".encode():
+        if first_line == f"{word}:cwd":
             raise _no_folder(cwd)
-        if first_line == f"{word}:program".encode():
+        if first_line == f"{word}:program":
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
-        raise SandboxDied(f"the command did not start: {(first_line + output).decode(errors='replace')}")
+        raise SandboxDied(f"the command did not start: {output}")
 
     async def exit_code(self, running: RunningCommand) -> int | None:
         """Return a command's exit code, None while it runs. Raises SandboxDied."""
@@ -337,6 +333,26 @@ class Commands:
 
 def _no_folder(cwd: str) -> SandboxFileNotFound:
     return SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
+
+
+async def _first_lines(stream: Stream, word: str) -> str:
+    """Return what the shell of a spawned command says; it starts the command once that has arrived."""
+    output, lines, message = b"", 1, f"{word}\n"
+    while message:
+        with contextlib.suppress(OSError):
+            await stream.write(message.encode())
+        message = ""
+        try:
+            async with asyncio.timeout(_HELD_S) as held:
+                while output.count(b"\n") < lines and (pieces := await stream.pieces()):
+                    output += b"".join(piece for _, piece in pieces)
+        except TimeoutError:
+            if not held.expired():
+                raise
+            lines, message = lines + 1, "\n"
+    with contextlib.suppress(OSError):
+        await stream.write(b"go\n")
+    return output.decode(errors="replace")
 
 
 async def _feed(stream: Stream, mark: bytes, stdin: bytes | IO[bytes] | None) -> None:

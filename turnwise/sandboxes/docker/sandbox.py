@@ -60,14 +60,14 @@ _SPOOL_BYTES: Final = 8 * 2**20
 
 
 class DockerProcess(SandboxProcess):
-    """A spawned command and its connection; ``first`` is output that arrived with its start."""
+    """A spawned command and its connection."""
 
-    def __init__(self, commands: Commands, running: RunningCommand, first: bytes) -> None:
+    def __init__(self, commands: Commands, running: RunningCommand) -> None:
         assert running.stream is not None
         self._commands = commands
         self._running = running
         self._stream = running.stream
-        self._output = bytearray(first)
+        self._output = bytearray()
         self._input_open = True
         self._code: int | None = None
 
@@ -207,8 +207,8 @@ class DockerSandbox(Sandbox):
     ) -> SandboxProcess:
         """Start a long-running command."""
         commands = self._commands_or_raise()
-        running, output = await commands.spawn(command, self._inside(cwd), env or {})
-        process = DockerProcess(commands, running, output)
+        running = await commands.spawn(command, self._inside(cwd), env or {})
+        process = DockerProcess(commands, running)
         self._processes.append(process)
         return process
 

@@ -48,9 +48,9 @@ def run_command(command: Command, cwd: str, *, has_input: bool) -> list[str]:
     return script(_RUN, cwd, "1" if has_input else "0", *_words(command))
 
 
-def spawn_command(command: Command, cwd: str, word: str) -> list[str]:
-    """Return the argv that starts a long-running command."""
-    return script(_SPAWN, cwd, word, *_words(command))
+def spawn_command(command: Command, cwd: str) -> list[str]:
+    """Return the argv that starts a long-running command; the first input line is a marker."""
+    return script(_SPAWN, cwd, *_words(command))
 
 
 def script(text: str, *arguments: str) -> list[str]:

@@ -13,7 +13,6 @@ from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 _MOST_PORTS: Final = 32
 _MOST_CONNECTIONS: Final = 32
-_SECONDS_OF_TRIES: Final = (1.0, 2.0, 4.0)
 _CHUNK: Final = 65_536
 _LISTENING: Final = re.compile(r"^ *\d+: [0-9A-F]+:([0-9A-F]{4}) \S+ 0A ", re.MULTILINE)
 """Rows of the kernel's tables of TCP sockets that listen, with their ports; an agent may have forged others."""
@@ -75,20 +74,11 @@ class _Connections:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    async def _connect(self, port: int) -> SandboxProcess:
-        """Start the command of a connection: again where it is late, as Docker may hold its first output back."""
-        command = ["bash", "-c", _CONNECT, "bash", str(port)]
-        for seconds in _SECONDS_OF_TRIES:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    return await self._sandbox.spawn(command)
-        return await self._sandbox.spawn(command)
-
     async def _serve(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A connection that fails ends, as one at which nothing listens any more.
         with contextlib.suppress(OSError, SandboxError), contextlib.closing(writer):
             async with self._slots:
-                process = await self._connect(port)
+                process = await self._sandbox.spawn(["bash", "-c", _CONNECT, "bash", str(port)])
                 sending = asyncio.create_task(_send(reader, process))
                 try:
                     while piece := await process.read(_CHUNK):
