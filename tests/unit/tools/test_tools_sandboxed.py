@@ -82,6 +82,9 @@ async def test_hanging_command_is_interrupted_and_session_continues(use: Callabl
     assert str(response.text).startswith(
         "before\n(no end within 60 s: the command was interrupted; the session continues)"
     )
+    # Bash goes on with a list where a command of it ends well at an interrupt.
+    response = await hanging("(trap 'exit 0' INT; touch hangs; while :; do :; done); echo next; sleep 1000; echo after")
+    assert str(response.text).startswith("next\n(no end within 60 s: the command was interrupted")
     response = await hanging("touch hangs; while :; do :; done")
     assert "the session continues" in str(response.text)
     assert (await shell(command="echo $X; kill -0 $(cat job) && echo alive")).text == "kept\nalive"

@@ -14,8 +14,11 @@ from turnwise.tools.response import ToolResponse
 from turnwise.tools.sandboxed.base import SandboxTool, TimedConfig, make_schema, tool_config
 from turnwise.tools.sandboxed.dialogue import Answer, Dialogue
 
-_GRACE_S: Final = 2.0
-"""Seconds that an interrupted command may take to end before it is killed."""
+_INTERRUPTS: Final = 2
+"""A list of commands goes on after an interrupt that comes when one of them has just ended."""
+_GRACE_S: Final = 1.0
+"""Seconds that an interrupted command may take to end before it is interrupted again or killed."""
+_KILL_S: Final = 2.0
 _START_S: Final = 20.0
 
 # Interactive: an interrupt then ends what the shell itself runs, loops included, but not the shell.
@@ -205,13 +208,16 @@ class ShellSession:
 
     async def _stop(self, shell: Dialogue) -> Answer:
         """Stop a shell's command: by an interrupt, or by killing it but not the shell and its jobs."""
-        await shell.interrupt()
-        answer = await shell.wait(_GRACE_S)
-        if answer.note is not None or answer.program_ended:
-            return answer
-        await self.sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_GRACE_S)
-        late_answer = await shell.wait(_GRACE_S)
-        return Answer(answer.output + late_answer.output, late_answer.note, late_answer.program_ended)
+        output = b""
+        for _ in range(_INTERRUPTS):
+            await shell.interrupt()
+            answer = await shell.wait(_GRACE_S)
+            output += answer.output
+            if answer.note is not None or answer.program_ended:
+                return Answer(output, answer.note, answer.program_ended)
+        await self.sandbox.exec(["sh", "-c", _KILL, "sh", self._pid, *self._jobs], timeout=_KILL_S)
+        answer = await shell.wait(_KILL_S)
+        return Answer(output + answer.output, answer.note, answer.program_ended)
 
     async def _open(self) -> Dialogue:
         if self._shell is not None:
