@@ -1,4 +1,4 @@
-"""Wordle by the rules of TextArena's ``Wordle-v0``, with a word list that a model of 0.2 M parameters can hold.
+"""Wordle by the rules of TextArena's ``Wordle-v0``, with a word list that a model of 0.14 M parameters can hold.
 
 A word is a consonant, a vowel and a consonant, in capitals, and all 320 of them are words. One in eight is held out:
 it is never the secret of a training episode.
