@@ -124,13 +124,13 @@ class Schedule:
 
     def _check_lost(self, member: Trajectory, step: int, versions: Sequence[int]) -> None:
         """Raise ReplayError where a kill lost weights that sampled an episode."""
-        kept = min(self._starts[int(member.id.partition("-")[0]) + 1 :], default=step)
+        resumed_from = min(self._starts[int(member.id.partition("-")[0]) + 1 :], default=step)
         newest = max(versions, default=0)
-        if newest > kept:
+        if newest > resumed_from:
             raise ReplayError(
                 f"step {step} trained episode {member.episode_id}, which weights of step {newest} sampled that were "
-                f"lost: the run was killed, and resumed after step {kept}; compare rewards instead of bits with "
-                "--allow-differences"
+                f"lost: the run was killed, and resumed after step {resumed_from}; compare rewards instead of bits "
+                "with --allow-differences"
             )
 
     def advance(self, version: int) -> list[str]:
