@@ -61,6 +61,7 @@ class Segment:
         media: Images of the ids, with positions in this segment; without ids (a recording of text) all at 0.
         routes: The experts that a mixture model chose for the ids, or None.
         mask: Sampled segments only: what truncation kept of the vocabulary for each id, or None.
+        digests: Sampled segments only: digests of the logits of some ids, as in ``Completion``.
     """
 
     index: int
@@ -79,6 +80,7 @@ class Segment:
     media: tuple[Media, ...] = ()
     routes: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
     @property
     def sampled(self) -> bool:
@@ -111,7 +113,7 @@ def messages_of(segment: Segment) -> tuple[dict[str, Any], ...]:
 
 _SEGMENT_FIELDS = ("index", "parent", "kind", "token_ids", "messages")
 _SAMPLED_FIELDS = ("turn_id", "logprobs", "weight_versions", "finish_reason")
-_RARE_FIELDS = ("fork", "tools", "template_args", "left_out")
+_RARE_FIELDS = ("fork", "tools", "template_args", "left_out", "digests")
 
 
 def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[str, Any]:
@@ -148,17 +150,15 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
         kind=record["kind"],
         token_ids=np.asarray(record["token_ids"], np.int32),
         messages=_as_tuple(record["messages"]),
-        turn_id=record.get("turn_id"),
         logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         weight_versions=tuple((int(v), int(s), int(e)) for v, s, e in record.get("weight_versions", ())),
-        finish_reason=record.get("finish_reason"),
-        fork=record.get("fork"),
         tools=None if tools is None else _as_tuple(tools),
         template_args=json.loads(template_args) if isinstance(template_args, str) else template_args,
         left_out=None if left_out is None else tuple((int(start), int(end)) for start, end in left_out),
         media=tuple(_read_media(image, media) for image in record.get("media", ())),
         routes=decode_routes(routes) if isinstance(routes, str) else routes,
         mask=None if mask is None else decode_mask(mask),
+        **{name: record.get(name) for name in ("turn_id", "finish_reason", "fork", "digests")},
     )
 
 

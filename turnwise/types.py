@@ -240,6 +240,8 @@ class Completion:
             where the server reports none.
         mask: What the truncation kept, and log-probabilities after it; None where nothing is truncated, or the request
             does not ask for it.
+        digests: ``position:digest`` of the logits of some of the ids, by position in prompt and completion, separated
+            by spaces (``engine/numerics/exact.py``); None where the server reports none.
     """
 
     token_ids: TokenIds
@@ -248,6 +250,7 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]
     routed_experts: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,7 @@ class TokenDelta:
         weight_versions: On the last chunk: the spans of the whole completion.
         routed_experts: On the last chunk: the routes of the whole completion.
         mask: On the last chunk: the sampling masks of the whole completion.
+        digests: On the last chunk: those of the whole completion.
     """
 
     token_ids: TokenIds
@@ -271,6 +275,7 @@ class TokenDelta:
     weight_versions: tuple[VersionSpan, ...] = ()
     routed_experts: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
 
 WHY_UNFORKED: Final = "tree/failed"

@@ -24,9 +24,11 @@ from turnwise.rollout.journal.state import seal, unseal
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.certificate import CERTIFICATE, certificate_notes
 from turnwise.trainer.train import run_train
+from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 
 EXACT = {"engine": "exact"}
 EQUAL = "logprobs recomputed with difference 0, to the last bit"
+DIGESTS = "positions whose logits have the recorded digest"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,10 @@ def test_the_audit_recomputes_each_log_probability_with_difference_0(exact_run: 
     assert report.counts["weight versions recomputed"] >= 3
     assert report.counts[EQUAL] == report.counts["logprobs recomputed"] > 100
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
+    segments = [
+        segment for trajectory in read_trajectories(exact_run / TRAJECTORIES) for segment in trajectory.segments
+    ]
+    assert report.counts[DIGESTS] == sum(len((segment.digests or "").split()) for segment in segments) > 10
     assert report.figures["largest difference of a logprob"] == 0.0
 
 
@@ -81,9 +87,22 @@ def test_the_audit_finds_a_changed_bit_of_one_weight(exact_run: Path, tmp_path: 
     change_weight(run / "checkpoints" / "step_000001", "model.layers.1.mlp.down_proj.weight", (3, 5), 8)
     report = audit_run(run, console=silent())
     assert len(report.contradictions) > 0
-    assert all("sampled by version 1 (step_000001): the logprob of position" in text for text in report.contradictions)
+    assert all("sampled by version 1 (step_000001): the log" in text for text in report.contradictions)
     # By a tolerance for other orders of sums it is not seen.
     assert report.figures["largest difference of a logprob"] < 1e-5
+
+
+def test_digests_show_a_bit_that_no_sampled_logprob_does(exact_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exact_run, tmp_path / "run")
+    ids = {
+        token for path in read_trajectories(run / TRAJECTORIES) for part in path.segments for token in part.token_ids
+    }
+    absent = next(token for token in range(10**6) if token not in ids)
+    change_weight(run / "checkpoints" / "step_000001", "model.embed_tokens.weight", (absent, 5), 0)
+    report = audit_run(run, at_most=10**6, console=silent())
+    assert report.figures["largest difference of a logprob"] == 0.0
+    assert len(report.contradictions) > 0
+    assert all("the logits of position" in text for text in report.contradictions)
 
 
 def test_a_certificate_is_verified_again_and_a_changed_run_named(exact_run: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.decoding.graphs import DecodeGraphs, DecodeKernels
 from turnwise.engine.decoding.sleep import EngineMemory
 from turnwise.engine.experts.route_rows import RouteRows
-from turnwise.engine.numerics.exact import token_logprobs
+from turnwise.engine.numerics.exact import DIGEST_EVERY, digest_logits, token_logprobs
 from turnwise.engine.sampling import Sampled, sample
 from turnwise.model.core import AdapterInfo, GroupAddress
 from turnwise.types import Logprobs
@@ -391,6 +391,11 @@ class Engine:
         finite = np.isfinite(logprobs)
         if cut is not None:
             self._record_masks(slots, sampled, allowed, finite)
+        if self.model.geometry.exact:
+            # Lower bits, which do not choose the id: positions would be the same in all episodes of an environment.
+            for row in np.flatnonzero(finite & (draws * 2.0**32 % DIGEST_EVERY < 1)).tolist():
+                digests = self._roster.occupant(slots[row]).digests
+                digests.append(f"{positions[row]}:{digest_logits(logits[row])}")
         stats.generated_tokens += int(finite.sum())
         if cut is not None:
             stats.truncated_tokens += int((cut > 0).sum())

@@ -361,6 +361,8 @@ def _choice(request: GenerateRequest, output: Output) -> dict[str, Any]:
     )
     if output.mask is not None:
         choice["sampling_mask"] = output.mask.encode()
+    if output.digests is not None:
+        choice["logit_digests"] = output.digests
     return choice if output.routes is None else {**choice, "routed_experts": encode_routes(output.routes)}
 
 

@@ -205,6 +205,7 @@ class HTTPClient(LLMClient):
                     () if finish_reason is None else all_spans,
                     None if finish_reason is None else progress.all_routes(),
                     None if finish_reason is None else progress.mask(),
+                    None if finish_reason is None else progress.all_digests(),
                 )
             if finish_reason is not None:
                 return

@@ -34,6 +34,7 @@ class Choice:
         spans: Over the whole completion; None if the server reports none.
         routes: Of the tokens that were computed since the last choice; None if the server reports none.
         mask: Sampling masks of the ids; None if the server reports none.
+        digests: As in :class:`~turnwise.types.Completion`.
     """
 
     token_ids: TokenIds
@@ -42,6 +43,7 @@ class Choice:
     spans: tuple[VersionSpan, ...] | None
     routes: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
 
 def decode_spans(listed: Any) -> tuple[VersionSpan, ...] | None:
@@ -81,6 +83,7 @@ class CompletionProgress:
     empty_aborts: int = 0
     routes: list[Routes] = field(default_factory=list)
     masks: list[SamplingMask | None] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
 
     def add(self, choice: Choice) -> None:
         """Add what an answer reports."""
@@ -90,6 +93,8 @@ class CompletionProgress:
         self.sampled += len(choice.token_ids)
         if choice.routes is not None and len(choice.token_ids):
             self.routes.append(choice.routes)
+        if choice.digests is not None:
+            self.digests.append(choice.digests)
         spans = choice.spans
         if self.version is not None:
             # The name that was asked for has one version, whatever the server says of its model's.
@@ -99,6 +104,7 @@ class CompletionProgress:
     def drop(self) -> None:
         """Discard what was sampled: a grammar cannot resume in the middle."""
         self.token_ids, self.logprobs, self.spans, self.routes, self.masks = [], [], [], [], []
+        self.digests = []
         self.sampled = self.named = 0
 
     def drop_part(self) -> None:
@@ -150,6 +156,7 @@ class CompletionProgress:
             weight_versions=tuple(self.spans),
             routed_experts=self.all_routes(),
             mask=self.mask(),
+            digests=self.all_digests(),
         )
 
     def mask(self) -> SamplingMask | None:
@@ -163,3 +170,7 @@ class CompletionProgress:
     def all_routes(self) -> Routes | None:
         """Return the routed experts of all tokens, if any were reported."""
         return np.concatenate(self.routes) if self.routes else None
+
+    def all_digests(self) -> str | None:
+        """Return the digests of logits over all parts, if any were reported."""
+        return " ".join(self.digests) or None

@@ -102,6 +102,7 @@ def _decode_choice(body: Any, url: str) -> Choice:
         routes = None if encoded is None else decode_routes(encoded)
         masks = choice.get("sampling_mask")
         mask = decode_mask(masks) if isinstance(masks, str) else None
+        digests = choice.get("logit_digests")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InferenceError(f"{url} returned no generate response ({error!r}): {short(body)}") from error
     if len(logprobs) != len(token_ids) or token_ids.ndim != 1:
@@ -114,7 +115,8 @@ def _decode_choice(body: Any, url: str) -> Choice:
         raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
     if reason is not None and reason not in _FINISH_REASONS:
         raise InferenceError(f"{url} ended a completion with finish_reason {reason!r}")
-    return Choice(token_ids, logprobs, None if reason is None else _FINISH_REASONS[reason], spans, routes, mask)
+    ending = None if reason is None else _FINISH_REASONS[reason]
+    return Choice(token_ids, logprobs, ending, spans, routes, mask, digests if isinstance(digests, str) else None)
 
 
 def decode_load(raw: bytes) -> int | None:

@@ -259,6 +259,7 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
         pieces[-1].weight_versions,
         pieces[-1].routed_experts,
         pieces[-1].mask,
+        pieces[-1].digests,
     )
 
 

@@ -39,13 +39,15 @@ class Sampled(NamedTuple):
     finish_reason: FinishReason
     routes: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> Sampled:
         """Return a completion without its ids."""
         routes = completion.routed_experts
         own = None if routes is None else last_rows(routes, len(completion.token_ids))
-        return cls(completion.logprobs, completion.weight_versions, completion.finish_reason, own, completion.mask)
+        ending = completion.finish_reason
+        return cls(completion.logprobs, completion.weight_versions, ending, own, completion.mask, completion.digests)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,6 +192,7 @@ def segment_of(node: Node, *, messages: bool) -> Segment:
         fork=node.fork,
         routes=completion.routes,
         mask=completion.mask,
+        digests=completion.digests,
     )
 
 

@@ -700,9 +700,9 @@ def rows(start: int, end: int) -> dict:
 async def test_routes_are_asked_for_from_the_first_new_token_and_join_over_interruptions(make):
     params = replace(PARAMS, routes_from=2)
     scripts = [
-        answer([5], "abort", version="1", **rows(1, 3)),
+        answer([5], "abort", version="1", **rows(1, 3), logit_digests="64:aa"),
         answer([], "abort", version="2"),
-        answer([6, 7], version="2", **rows(3, 5)),
+        answer([6, 7], version="2", **rows(3, 5), logit_digests="128:bb"),
     ]
     async with Fake(*scripts) as fake:
         client = make(fake, routing=RoutingOptions(routed_experts=True))
@@ -710,6 +710,7 @@ async def test_routes_are_asked_for_from_the_first_new_token_and_join_over_inter
     starts = [body["sampling_params"]["routed_experts_prompt_start"] for body in fake.bodies]
     assert starts == [1, 3, 3]
     assert completion.routed_experts[:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert completion.digests == "64:aa 128:bb"
 
 
 async def test_a_stream_ends_with_the_routes_of_all_its_pieces(make):

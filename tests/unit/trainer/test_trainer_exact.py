@@ -24,6 +24,7 @@ from support.trainer.ranks import WarmRanks, pair_of_ranks
 from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
+from turnwise.engine.numerics.exact import digest_logits
 from turnwise.engine.numerics.self_check import capability
 from turnwise.errors import InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
@@ -152,13 +153,36 @@ class Sampler:
         return rows
 
 
-def differing(policy: Policy, rows: list[TrainRow], tokens: int, *, shared: bool) -> int:
-    """Return how many log-probabilities of the trainer's forward pass differ from the recorded ones."""
+def differing(
+    policy: Policy, rows: list[TrainRow], tokens: int, *, shared: bool, outputs: dict[str, Output] | None = None
+) -> int:
+    """Return how many log-probabilities, and digests of outputs, the trainer's forward pass computes otherwise."""
     count = 0
     for batch in pack(rows, max(tokens, *(len(row.sample.input_ids) for row in rows), 1), share_prefixes=shared):
         with torch.no_grad():
-            count += int((policy.forward(batch).logprobs != batch.rollout_logprobs).sum())
+            states = policy.states(batch)
+            count += int((policy.score(batch, states).logprobs != batch.rollout_logprobs).sum())
+            if outputs is not None:
+                count += differing_digests(policy, states, [rows[row].sample for row in batch.rows], outputs)
     return count
+
+
+def differing_digests(
+    policy: Policy, states: torch.Tensor, samples: list[TrainSample], outputs: dict[str, Output]
+) -> int:
+    """Return how many recorded digests of logits are others by the states of the samples' trained tokens."""
+    recorded = [
+        {position: digest for position, _, digest in (pair.partition(":") for pair in digests.split())}
+        for digests in (outputs[sample.trajectory_id].digests or "" for sample in samples)
+    ]
+    tokens = [
+        digests.get(str(position))
+        for sample, digests in zip(samples, recorded, strict=True)
+        for position in np.flatnonzero(sample.loss_mask).tolist()
+    ]
+    digested = [token for token, digest in enumerate(tokens) if digest is not None]
+    logits = policy.logits(states[digested])
+    return sum(digest_logits(row) != tokens[token] for token, row in zip(digested, logits, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +229,7 @@ def test_recorded_logprobs_equal_the_trainers_forward_bit_for_bit(
     for version, weights in policies.items():
         policy.model.load_state_dict(weights)
         if rows := sampler.rows(version):
-            assert differing(policy, rows, tokens, shared=shared) == 0
+            assert differing(policy, rows, tokens, shared=shared, outputs=sampler.outputs) == 0
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +274,8 @@ def test_paths_of_several_key_blocks_are_exact() -> None:
         sampler.submit(draw.integers(3, VOCABULARY, length), 20, 1.0)
     sampler.drain()
     policy = loaded("llama")[1]
-    assert differing(policy, sampler.rows(0), 4096, shared=True) == 0
+    assert differing(policy, sampler.rows(0), 4096, shared=True, outputs=sampler.outputs) == 0
+    assert any(output.digests for output in sampler.outputs.values())
 
 
 def test_a_changed_bit_of_one_weight_changes_logprobs() -> None:

@@ -108,6 +108,7 @@ class Generation:
         adapter: Number of the adapter that samples; 0 for the served model.
         routes: Routed experts of the tokens by which ids were sampled; current while the request holds no slot.
         masks: Sampling masks of the sampled ids, if they are asked for and anything is truncated.
+        digests: Of the logits of some sampled ids (``Completion.digests``).
     """
 
     id: str
@@ -133,6 +134,7 @@ class Generation:
     adapter: int = 0
     routes: Routes | None = None
     masks: MaskRecord | None = None
+    digests: list[str] = field(default_factory=list)
 
     def spans(self, sampled: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first ``sampled`` ids."""
@@ -160,6 +162,7 @@ class Generation:
             prompt_logprobs=self.scores if reason in ("stop", "length") else None,
             routes=None if reason is None or self.routes is None else self.routes[self.routes_start :],
             mask=None if self.masks is None else self.masks.read(first),
+            digests=None if reason is None else " ".join(self.digests) or None,
         )
 
     @property
@@ -184,6 +187,7 @@ class Output:
             unless requested.
         routes: At the end: routed experts of the tokens from ``params.routes_from`` on; None unless requested.
         mask: Sampling masks of ``token_ids``; None unless requested, and where nothing is truncated.
+        digests: At the end: as in ``Completion``.
     """
 
     id: str
@@ -197,6 +201,7 @@ class Output:
     prompt_logprobs: Logprobs | None = None
     routes: Routes | None = None
     mask: SamplingMask | None = None
+    digests: str | None = None
 
 
 WORTH_SHARING = 8

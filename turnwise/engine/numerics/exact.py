@@ -8,6 +8,7 @@ get equal bits.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ _ROWS = 8
 """Fewest rows of a product, for the same reason."""
 _LAYOUT_ROWS = 32
 """Rows that prepacked layouts are made for; results do not depend on it."""
+DIGEST_EVERY = 16
+"""Of one in so many sampled ids the logits are recorded, by digest."""
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -214,6 +217,11 @@ def exact_attention(
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probability of an id in each row: [N, vocabulary] and [N] to [N]."""
     return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def digest_logits(row: Tensor) -> str:
+    """Return a digest of an id's float32 logits, before temperature and masks: [vocabulary] to 8 hex digits."""
+    return hashlib.blake2b(row.numpy().tobytes(), digest_size=4).hexdigest()
 
 
 def make_exact(model: Any, device: torch.device) -> list[ExactLinear]:

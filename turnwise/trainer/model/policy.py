@@ -141,14 +141,18 @@ class Policy:
         return device
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
-        """Score the trained tokens of a micro-batch, which may be on another device.
+        """Score the trained tokens of a micro-batch, which may be on another device. Raises as :meth:`states` does."""
+        return self.score(batch, self.states(batch), entropy=entropy)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of states, before temperatures and masks: [n, hidden] to [n, vocabulary]."""
+        return self._transform(self.model.get_output_embeddings()(states))
+
+    def score(self, batch: MicroBatch, states: Tensor, *, entropy: bool = False) -> TokenScores:
+        """Score the trained tokens of a micro-batch, given the :meth:`states` that predict them.
 
         Logits are computed for the trained tokens only, in tiles (``model/chunked_logprobs.py``).
-
-        Raises:
-            TrainError: An id outside of the vocabulary, segments out of order, or images that the model cannot take.
         """
-        states = self.states(batch)
         ids, temperatures, sets = batch.target_ids, batch.temperatures, batch.sets
         if self.sequence is not None:
             computed = self.sequence.own_places(batch.predictors, batch.tokens)
@@ -196,7 +200,7 @@ class Policy:
         Where ranks share the micro-batch, they are those of the own slice: :meth:`gather` what is computed from them.
 
         Raises:
-            TrainError: An id outside of the vocabulary, or segments out of order.
+            TrainError: An id outside of the vocabulary, segments out of order, or images that the model cannot take.
         """
         with autocast(self.device, self.compute_dtype):
             return self._hidden(batch, self.device)[0].index_select(0, self._own_predictors(batch))

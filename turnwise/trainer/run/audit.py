@@ -60,9 +60,10 @@ class _Weights:
         return cls(directory, float32, inference.get("engine") == "exact")
 
 
-_Turn: TypeAlias = tuple[TrainSample, float, bool]
-"""The ids of one weight version within a turn, with their full prefix; the temperature that sampled them; and whether
-their log-probabilities are equal to the last bit, computed again by this process."""
+_Turn: TypeAlias = tuple[TrainSample, float, bool, dict[str, str]]
+"""The ids of one weight version within a turn, with their full prefix; the temperature that sampled them; whether
+their log-probabilities are equal to the last bit, computed again by this process; if so, the digests of logits by
+position."""
 
 
 def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
@@ -218,7 +219,10 @@ def _turns(
                         continue
                     sample = _sample(trajectory, guided, span)
                     # Equal bits come with equal experts; those of earlier turns may be another version's.
-                    turns[slot : slot + 1] = [(replace(sample, routes=None) if exact else sample, divisor, exact)]
+                    sample = replace(sample, routes=None) if exact else sample
+                    pairs = [pair.partition(":") for pair in (segment.digests or "").split() if exact]
+                    digests = {position: digest for position, _, digest in pairs}
+                    turns[slot : slot + 1] = [(sample, divisor, exact, digests)]
     return turns_by_version
 
 
@@ -267,8 +271,8 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     policy, number = version
     what = f"version {number}" if policy == MAIN else f"version {number} of {policy}"
     wrong: dict[int, tuple[TrainSample, list[str]]] = {}
-    for index, position, reported, computed, shortfall in _recomputed(weights.directory, turns):
-        sample, _, exact = turns[index]
+    for index, position, reported, computed, shortfall, digest in _recomputed(weights.directory, turns):
+        sample, _, exact, digests = turns[index]
         if weights.float32 and shortfall > _ROUTE_TOLERANCE:
             text = f"an expert of position {position} scores {shortfall:.3g} below those that its router chooses"
             wrong.setdefault(id(sample), (sample, []))[1].append(text)
@@ -281,6 +285,11 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
             report.counts["logprobs recomputed with difference 0, to the last bit"] += 1
         elif weights.exact:
             report.counts["logprobs of another torch or processor, whose bits are not compared"] += 1
+        if digest is not None and digest == digests[str(position)]:
+            report.counts["positions whose logits have the recorded digest"] += 1
+        elif digest is not None:
+            text = f"the logits of position {position} had digest {digests[str(position)]}, computed again {digest}"
+            wrong.setdefault(id(sample), (sample, []))[1].append(text)
     for sample, texts in wrong.values():
         more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
         report.contradictions.append(
@@ -300,11 +309,15 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     )
 
 
-def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[int, int, float, float, float]]:
-    """Yield (index of the turn, position in its row, reported, computed, shortfall of the experts) of every id."""
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[int, int, float, float, float, str | None]]:
+    """Yield (index of the turn, position in its row, reported, computed, shortfall of the experts, digest) of every id.
+
+    The digest is that of the logits, where one was recorded.
+    """
     import torch
 
     from turnwise.engine.accelerator import resolve_device
+    from turnwise.engine.numerics.exact import digest_logits
     from turnwise.placement.devices import AUTO, CPU
     from turnwise.trainer.batch.packing import pack
     from turnwise.trainer.core import TrainRow
@@ -312,16 +325,21 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[int, 
 
     exact = any(turn[2] for turn in turns)
     policy = load_model(directory, device=CPU if exact else resolve_device(AUTO), exact=exact)
-    rows = [TrainRow(sample, temperature=temperature) for sample, temperature, _ in turns]
+    rows = [TrainRow(sample, temperature=temperature) for sample, temperature, *_ in turns]
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
+        positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
+        owners = [batch.rows[number] for number in batch.sequences.tolist()]
+        digests: list[str | None] = [None] * batch.trained_tokens
+        digested = [token for token, owner in enumerate(owners) if str(positions[token]) in turns[owner][3]]
         with torch.no_grad():
-            scores = policy.forward(batch)
+            states = policy.states(batch)
+            scores = policy.score(batch, states)
+            for token, logits in zip(digested, policy.logits(states[digested]), strict=True):
+                digests[token] = digest_logits(logits)
         computed, shortfalls = scores.logprobs.float().cpu().tolist(), [0.0] * batch.trained_tokens
         if batch.routes is not None and policy.routers is not None:
             shortfalls = policy.routers.shortfall[batch.predictors].tolist()
-        positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
-        owners = [batch.rows[number] for number in batch.sequences.tolist()]
-        yield from zip(owners, positions, batch.rollout_logprobs.tolist(), computed, shortfalls, strict=True)
+        yield from zip(owners, positions, batch.rollout_logprobs.tolist(), computed, shortfalls, digests, strict=True)
 
 
 def _show(run: Path, report: AuditReport, console: Console) -> None:
