@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +15,7 @@ from turnwise.envs.registration import make
 from turnwise.envs.results import Remark
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, RegistryError, TaskError
-from turnwise.ext.environments.terminal import TerminalEnv, read_folder, services, tasks
+from turnwise.ext.environments.terminal import TerminalEnv, read_folder, tasks
 from turnwise.ext.environments.terminal.altered import NO_TESTS, altered_tests, cache_tests, cached_tests
 from turnwise.tasks import load_tasks
 
@@ -230,47 +227,6 @@ async def test_tests_of_a_server_reach_it_from_copies_which_its_processes_cannot
             pytest.skip("sandboxes here share the loopback of the machine")
         rewards = await server_rewards(manager, tmp_path / "server")
     assert rewards == {"the solution": 1.0, **dict.fromkeys(SERVER_ATTACKS, 0.0)}
-
-
-class LateSandbox:
-    """A sandbox in which one port listens, whose first command gives no sign of its start."""
-
-    def __init__(self):
-        self.commands, self.answers = 0, [b"answer", b""]
-
-    async def exec(self, command):
-        rows = "  0: 0100007F:NONE 00000000:0000 0A 0\n  1: 0100007F:2081 00000000:0000 0A 0\n"
-        return SimpleNamespace(stdout=rows.encode())
-
-    async def listen(self, port):
-        assert port == 0x2081
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        return self.listener
-
-    async def spawn(self, command):
-        self.commands += 1
-        if self.commands == 1:
-            await asyncio.Event().wait()
-        return self
-
-    async def read(self, size):
-        return self.answers.pop(0)
-
-    async def write(self, data): ...
-
-    async def close_stdin(self): ...
-
-    async def kill(self): ...
-
-
-async def test_connection_to_a_copy_is_made_again_where_its_command_is_late(monkeypatch):
-    monkeypatch.setattr(services, "_SECONDS_OF_TRIES", (0.01,))
-    sandbox = LateSandbox()
-    async with services.shared_services(sandbox, sandbox):
-        reader, writer = await asyncio.open_connection(*sandbox.listener.getsockname())
-        assert await reader.read() == b"answer"
-        writer.close()
-    assert sandbox.commands == 2
 
 
 @pytest.mark.parametrize("processes", [False, True])
