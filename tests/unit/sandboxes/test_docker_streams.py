@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.sandboxes.core import MAX_OUTPUT
+from turnwise.sandboxes.docker.commands import first_lines
 from turnwise.sandboxes.docker.scripts import run_command, spawn_command
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Demux, Output, Stream
 
@@ -136,6 +137,20 @@ def test_scripts_report_missing_folders_and_programs(shell: list[str], tmp_path:
     assert output_of(spawn_command(["no-such-program"], "/"), b"word\n") == b"word:program\n"
     spawned = output_of(spawn_command("echo $PWD >&2; cat", str(tmp_path)), b"word\n\ngo\ninput")
     assert spawned == f"word:ok\nword:ok\n{tmp_path}\ninput".encode()
+
+
+async def test_spawned_shell_is_asked_again_where_the_engine_holds_its_first_line_back() -> None:
+    ours, theirs = socket.socketpair()
+    stream = await Stream.open(ours, b"", lambda: None)
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    lines = asyncio.create_task(first_lines(stream, "word"))
+    async with asyncio.timeout(30):
+        assert [await reader.readline(), await reader.readline()] == [b"word\n", b"\n"]
+        writer.write(frame(STDOUT, b"word:ok\nword:ok\n"))
+        assert await lines == "word:ok\nword:ok\n"
+        assert await reader.readline() == b"go\n"
+    writer.close()
+    stream.close()
 
 
 async def test_cancelled_read_loses_no_output() -> None:

@@ -122,7 +122,7 @@ class Commands:
         self._running[running.name] = running
         try:
             stream = await self._start_command(running, scripts.spawn_command(command, cwd), env)
-            output = await _first_lines(stream, word)
+            output = await first_lines(stream, word)
             if not output:
                 raise SandboxDied(f"the command did not start (exit code {await self._outcome(running)})")
         except BaseException:  # also a cancellation: the command is ended
@@ -335,7 +335,7 @@ def _no_folder(cwd: str) -> SandboxFileNotFound:
     return SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
 
 
-async def _first_lines(stream: Stream, word: str) -> str:
+async def first_lines(stream: Stream, word: str) -> str:
     """Return what the shell of a spawned command says; it starts the command once that has arrived."""
     output, lines, message = b"", 1, f"{word}\n"
     while message:
