@@ -61,7 +61,7 @@ class Manifest:
         import torch
 
         processor = {"machine": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
-        code = {"turnwise": __version__, "package": digest_input(_PACKAGE), **_repository()}
+        code = {"turnwise": __version__, "package": digest_input(_PACKAGE), **describe_repository()}
         inputs = named_inputs(config)
         digests = {key: digest_input(path) for key, path in inputs.items()}
         paths = {key: str(path) for key, path in inputs.items()}
@@ -176,15 +176,17 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _repository() -> dict[str, str]:
-    """Return commit and digest of the changes of the working directory's repository; empty outside of one."""
-    commit, changes, others = (
-        _git(*arguments) for arguments in (("rev-parse", "HEAD"), ("diff", "HEAD"), ("status", "--porcelain"))
-    )
+def describe_repository() -> dict[str, str]:
+    """Return commit and digest of the changes of the working directory's repository; empty outside of one.
+
+    Changes are those of tracked files, and the names of Python files that are not tracked: models, data and runs beside
+    them are no code.
+    """
+    untracked = ("ls-files", "--others", "--exclude-standard", "--", "*.py")
+    commit, changes, others = (_git(*arguments) for arguments in (("rev-parse", "HEAD"), ("diff", "HEAD"), untracked))
     if commit is None:
         return {}
-    untracked = b"\n".join(line for line in (others or b"").splitlines() if line.startswith(b"?? "))
-    differs = (changes or b"") + untracked
+    differs = (changes or b"") + (others or b"")
     return {"commit": commit.decode().strip(), "changes": hashlib.sha256(differs).hexdigest() if differs else ""}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from turnwise.ext.checks.differences import first_row, first_token
 from turnwise.ext.checks.reproduce import reproduce
 from turnwise.ext.checks.run_file import pack_run
 from turnwise.rollout.records import BatchRow, BatchWriter, read_batches
-from turnwise.trainer.manifest import Manifest, digest_input
+from turnwise.trainer.manifest import Manifest, describe_repository, digest_input
 from turnwise.trainer.train import run_train
 from turnwise.trajectory import Segment, Trajectory, to_samples
 
@@ -53,6 +54,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return run_train(config, console=silent()).directory
     finally:
         os.chdir(before)
+
+
+def test_models_and_runs_in_a_repository_are_no_change_of_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert describe_repository() == {}
+    (tmp_path / "job.py").write_text("steps = 1\n")
+    for command in (["init", "-q"], ["add", "job.py"], ["commit", "-q", "-m", "job"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert describe_repository()["changes"] == ""
+    (tmp_path / "env.py").write_text("")
+    untracked = describe_repository()["changes"]
+    (tmp_path / "env.py").unlink()
+    (tmp_path / "job.py").write_text("steps = 2\n")
+    assert "" not in (untracked, describe_repository()["changes"])
 
 
 @pytest.fixture
