@@ -343,11 +343,11 @@ async def first_lines(stream: Stream, word: str) -> str:
             await stream.write(message.encode())
         message = ""
         try:
-            async with asyncio.timeout(_HELD_S) as held:
+            async with asyncio.timeout(_HELD_S) as bound:
                 while output.count(b"\n") < lines and (pieces := await stream.pieces()):
                     output += b"".join(piece for _, piece in pieces)
         except TimeoutError:
-            if not held.expired():
+            if not bound.expired():
                 raise
             lines, message = lines + 1, "\n"
     with contextlib.suppress(OSError):
