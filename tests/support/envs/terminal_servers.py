@@ -72,6 +72,7 @@ async def server_rewards(manager: SandboxManager, folder: Path) -> dict[str, flo
             await reset_env(env, row)
             await env.sandbox.exec(script, timeout=60.0)
             rewards[name] = (await score_env(env, None))["score"]
+            assert name in SERVER_ATTACKS or rewards[name] == 1.0, f"the solution does not pass: {env.tests}\n{env.log}"
         return rewards
     finally:
         await close_env(env)
