@@ -42,6 +42,8 @@ _SETTLE_S: Final = 10.0
 _QUIET_S: Final = 2.0
 """Seconds without output of a command, after which the engine is asked whether it still runs; doubled each time."""
 _MAX_QUIET_S: Final = 30.0
+_SLACK_S: Final = 2.0
+"""Seconds before a command within which the kill script may take orphans of an earlier command for its own."""
 _HELD_S: Final = 0.2
 """Seconds without the first line of a spawned shell after which it is asked for another, which brings both."""
 _CHUNK: Final = 2**20
@@ -264,7 +266,7 @@ class Commands:
 
     def _concurrent(self, running: RunningCommand) -> list[str]:
         concurrent = [name for name in self._running if name != running.name]
-        return concurrent + [name for name, end in self._recent if end > running.began]
+        return concurrent + [name for name, end in self._recent if end > running.began - _SLACK_S]
 
     async def _kill(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
         ticks = int((time.monotonic() - running.began) * _TICKS) + 1
