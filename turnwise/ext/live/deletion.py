@@ -1,0 +1,120 @@
+"""The deletion of sessions by their users: ``deleted.jsonl`` of a run, and what it removes from the other files.
+
+A line is one of a journal, with the ``id`` of the session; ``when``, in seconds since 1970; ``step``, the one that had
+learned from it or was about to, or null. It is on disk before the deletion is answered.
+
+Other files are overwritten in place: offsets into them stay right, their writers need not know of it, and a full disk
+has room for it. It is repeated at each start, since a kill may leave a part of it, and a copy may be restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from turnwise.append_file import AppendFile, writing
+from turnwise.ext.live.sessions import session_digest, session_request
+from turnwise.gateway.errors import ApiError
+from turnwise.media_files import FOLDER
+from turnwise.rollout.audit import DELETED
+from turnwise.rollout.journal.state import read_journal, seal
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
+
+_FILES: Final = ("*.jsonl", "ledgers/*.jsonl", "*.damaged")
+"""Files of lines, some of which hold texts or tokens of sessions; the last are logs that a restart set aside."""
+_SESSION: Final = re.compile(rb'\{"(event":"\w+","session|session|deleted)":"(\d+-([0-9a-f]+))"')
+"""How the lines of a session begin."""
+_CONTEXT: Final = re.compile(rb'\["\d+-([0-9a-f]+)",\d+,"((?:[^"\\]|\\.)*)"')
+"""What a teacher was told of a turn."""
+_IMAGE: Final = re.compile(rb'\["\w+","([0-9a-f]{64})",\d+,\d+\]')
+
+
+class Deletions:
+    """The deleted sessions of a run.
+
+    Attributes:
+        ids: Their ids by digest.
+        pending: Ids of those that files of the run may still hold something of.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        """Read the file of a run. Raises FormatError for a damaged line."""
+        self._run = run
+        self.pending = {str(event["id"]) for _, event in read_journal(run.directory / DELETED).events}
+        self.ids = {name.partition("-")[2]: name for name in self.pending}
+
+    def digest(self, key: str, name: str) -> str:
+        """Return the digest of a session. Raises ApiError for a deleted one."""
+        digest = session_digest(key, name)
+        if digest in self.ids:
+            raise ApiError(410, "this session was deleted: open another one", code="deleted")
+        return digest
+
+    def add(self, session_id: str, step: int | None) -> None:
+        """Record a deletion; it is on disk on return. Raises DiskError."""
+        with contextlib.closing(AppendFile(self._run.directory / DELETED, cut=True)) as file:
+            file.append(seal({"event": "deleted", "id": session_id, "when": time.time(), "step": step}))
+            file.sync()
+        self.ids[session_id.partition("-")[2]] = session_id
+
+    async def erase(self) -> None:
+        """Remove pending sessions from the files of the run, not while a step learns from them. Raises DiskError."""
+        if not (names := set(self.pending)):
+            return
+        directory, journal = self._run.directory, self._run.journal
+        with TrajectoryFile(directory / TRAJECTORIES) as file:
+            entries = [entry for name in sorted(names) for entry in file.entries.find(name)]
+        for entry in entries:
+            # In step 0: a resume undoes what the journal dropped later, and would look for the trajectory.
+            journal.drop(0, session_request(entry.id).key, "deleted")
+        await journal.sync()
+        for entry in entries:
+            await asyncio.to_thread(journal.payloads.invalidate, entry.location)
+        files = [path for pattern in _FILES for path in directory.glob(pattern)]
+        digests = {name.partition("-")[2].encode() for name in names}
+        await asyncio.to_thread(erase_lines, files, digests, directory / FOLDER)
+        self.pending -= names
+
+
+def erase_lines(files: Iterable[Path], digests: Container[bytes], media: Path) -> None:
+    """Overwrite the lines of sessions in place, and remove the images that only they name. Raises DiskError."""
+    images, needed = set[bytes](), set[bytes]()
+    pieces: defaultdict[Path, list[tuple[int, bytes]]] = defaultdict(list)
+    for path in files:
+        begins = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                session = _SESSION.match(line)
+                if is_deleted := session is not None and session[3] in digests:
+                    pieces[path].append((begins, _erased_line(session, len(line))))
+                if b'"media":' in line:
+                    (images if is_deleted else needed).update(_IMAGE.findall(line))
+                if b'"contexts":' in line:
+                    texts = (context for context in _CONTEXT.finditer(line) if context[1] in digests)
+                    pieces[path] += [(begins + text.start(2), b" " * len(text[2])) for text in texts]
+                begins += len(line)
+    with writing(media):
+        # Before the lines that name them.
+        for image in images - needed:
+            (media / image.decode()).unlink(missing_ok=True)
+    for path, overwritten in pieces.items():
+        with writing(path), path.open("r+b", buffering=0) as file:
+            for begins, data in overwritten:
+                os.pwrite(file.fileno(), data, begins)
+            os.fsync(file.fileno())
+
+
+def _erased_line(session: re.Match[bytes], length: int) -> bytes:
+    """Return a line of ``length`` bytes that readers skip, for one that begins so."""
+    kind = b'event":"end","session' if session[1].startswith(b"event") else b"deleted"
+    return (b'{"%b":"%b"}' % (kind, session[2])).ljust(length - 1)[: length - 1] + b"\n"
