@@ -38,7 +38,7 @@ def report(summary: TrainSummary) -> None:
     """Print success before and after, and how many tokens were clipped."""
     from job import print_before_after, print_cost
 
-    from turnwise.trainer.observe.run_log import read_metrics
+    from turnwise.trainer.observe.metrics import read_metrics
 
     print_before_after(summary, "success", "held-out tasks")
     steps = read_metrics(summary.directory / "metrics.jsonl")

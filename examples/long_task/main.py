@@ -22,7 +22,8 @@ def main() -> int:
     from job import Job, run
     from teacher import demonstrations
 
-    return run(Job("trail", HERE, demonstrations, count=5120, width=64, layers=2), __doc__)
+    env = f"{HERE / 'trail_env.py'}:TrailEnv"
+    return run(Job("trail", HERE, demonstrations, count=5120, width=64, layers=2, env=env), __doc__)
 
 
 if __name__ == "__main__":

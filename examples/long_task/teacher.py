@@ -15,9 +15,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from trail_env import TrailEnv, tasks
+
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
-from turnwise.ext.environments.trail import TrailEnv, tasks
 from turnwise.types import ToolCall
 
 LONGEST = 4

@@ -19,15 +19,15 @@ HERE = Path(__file__).parent
 def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
     from job import Job, command_line, new_parser, train
+    from picture_env import COLOURS
     from teacher import demonstrations
-
-    from turnwise.ext.environments.picture import COLOURS
 
     parser = new_parser(__doc__)
     parser.add_argument("--family", default="qwen3_vl", help="model_type of the model (default: %(default)s)")
     # A colour and the space behind it are one token, so the token before a height says whose height it is.
     words = rf"\b(?:{'|'.join(COLOURS)})\b ?"
-    job = Job("picture", HERE, demonstrations, count=4480, layers=2, words=words, vision=True)
+    env = f"{HERE / 'picture_env.py'}:PictureEnv"
+    job = Job("picture", HERE, demonstrations, count=4480, layers=2, env=env, words=words, vision=True)
     return train(job, command_line(job, parser).parse_intermixed_args())
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from picture_env import COLOURS, HIGHEST, PictureEnv, describe_bar, tasks
+
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
-from turnwise.ext.environments.picture import COLOURS, HIGHEST, PictureEnv, describe_bar, tasks
 from turnwise.types import ToolCall
 
 

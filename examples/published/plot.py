@@ -1,4 +1,4 @@
-"""Draws the curves of the published results, from each folder's ``results.json``, as pictures of ``docs/results.md``.
+"""Draws the curves of the published results, from the ``results.json`` of folders, for ``docs/benchmarks.md``.
 
     python examples/published/plot.py
 

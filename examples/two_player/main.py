@@ -25,12 +25,14 @@ HERE = Path(__file__).parent
 
 async def games(count: int, seed: int) -> list[dict[str, Any]]:
     """Play games of two players that know the rules and nothing else; each sees only its own observations."""
-    from turnwise.envs import make, reset_env, step_env
+    from nim_env import NimEnv
+
+    from turnwise.envs import reset_env, step_env
 
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
-        env = make("nim", most=10)
+        env = NimEnv(most=10)
         heard, info = await reset_env(env, None, seed=rng.getrandbits(62))
         messages_of: dict[str, list[Any]] = {name: [] for name in info["agents"]}
         done = False
@@ -47,7 +49,8 @@ def main() -> int:
     sys.path[:0] = [str(HERE), str(HERE.parent / "small_model")]
     from job import Job, run
 
-    return run(Job("nim", HERE, games, count=1000, report=report), __doc__)
+    env = f"{HERE / 'nim_env.py'}:NimEnv"
+    return run(Job("nim", HERE, games, count=1000, env=env, report=report), __doc__)
 
 
 def report(summary: TrainSummary) -> None:

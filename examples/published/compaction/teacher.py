@@ -14,10 +14,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from trail_env import TrailEnv, tasks
+
 from turnwise.envs import close_env, reset_env, schemas, step_env
 from turnwise.envs.core import as_messages
 from turnwise.envs.demonstrations import wire
-from turnwise.ext.environments.trail import TrailEnv, tasks
 from turnwise.tasks import Task
 from turnwise.types import Message, ToolCall
 

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from search_env import SearchEnv
+from search_env.bm25 import Index
+from search_env.encyclopedia import Passage
+
 from turnwise.envs.core import ResetResult
 from turnwise.errors import TaskError
-from turnwise.ext.environments.search import SearchEnv
-from turnwise.ext.environments.search.bm25 import Index
-from turnwise.ext.environments.search.encyclopedia import Passage
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 

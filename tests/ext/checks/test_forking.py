@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.envs.shipped import SHIPPED
+from support.envs.unshipped import UNSHIPPED
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.core import call_env, close_env, fork_env, reset_env, step_env
 from turnwise.envs.registration import make, register
@@ -104,8 +105,8 @@ async def test_every_shipped_environment_forks(name: str, seed: int) -> None:
 
 def test_no_shipped_environment_refuses() -> None:
     assert set(SANDBOXED) < set(SHIPPED)
-    assert "tool_calls" in SHIPPED
-    assert [name for name in SHIPPED if not make(name, **CONFIGS.get(name, {})).supports_fork] == []
+    assert "tool_calls" in UNSHIPPED
+    assert [name for name in (*SHIPPED, *UNSHIPPED) if not make(name, **CONFIGS.get(name, {})).supports_fork] == []
 
 
 @pytest.mark.parametrize(

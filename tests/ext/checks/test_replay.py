@@ -13,6 +13,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from support.chat.sees import seeing
 from support.envs.shipped import SHIPPED
+from support.envs.unshipped import UNSHIPPED
 from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import env_class, make
 from turnwise.envs.solution import play_solution
@@ -31,7 +32,7 @@ from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 
 HERE = f"{__name__}:"
 SOLVED = ("calculator", "guess_number", "lookup")
-PLUGGED_IN = ("math", "nim", "picture", "search", "sql", "tool_calls", "trail")
+PLUGGED_IN = ("math",)
 SANDBOXED = ("code", "swe", "terminal")  # tests/ext/environments/test_eval_replay_sandboxed.py
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
@@ -76,7 +77,7 @@ def test_every_shipped_environment_is_replayed() -> None:
     assert {*SOLVED, *PLUGGED_IN, *SPOKEN, *SANDBOXED} == set(SHIPPED)
 
 
-@pytest.mark.parametrize("name", [*SOLVED, *PLUGGED_IN])
+@pytest.mark.parametrize("name", [*SOLVED, *PLUGGED_IN, *UNSHIPPED])
 async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
     renderer = seeing()[0] if name == "picture" else renderer_for("qwen3")
     config = configured(name)

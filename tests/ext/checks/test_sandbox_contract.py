@@ -12,7 +12,7 @@ import pytest
 from support.sandboxes.faulty_backends import FaultyBackend, ForkedBackend
 from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
 from turnwise.ext.checks.sandbox import Outcome, check_sandbox
-from turnwise.ext.checks.sandbox.table import CHECKS
+from turnwise.ext.checks.sandbox.core import CHECKS
 from turnwise.sandboxes import SandboxConfig
 from turnwise.sandboxes.local import LocalBackend
 

@@ -27,6 +27,7 @@ from turnwise.errors import (
 from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes import ExecResult, SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.e2b import E2BBackend
+from turnwise.sandboxes.manager import SandboxManager
 
 MISSING = usable()
 needs_machines = pytest.mark.skipif(bool(MISSING), reason=f"no machines for the local server: {MISSING}")
@@ -206,3 +207,27 @@ def test_missing_package_names_the_extra(tmp_path: Path) -> None:
     )
     assert "MissingExtraError" in done.stderr
     assert "turnwise-rl[e2b]" in done.stderr
+
+
+@needs_machines
+async def test_another_service_that_speaks_the_protocol_is_named_by_its_url(
+    cloud: tuple[Cloud, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a configuration names Kimi's AgentENV: its URLs, and the variable with its key; E2B's own are not read."""
+    served, config = cloud
+    monkeypatch.delenv("E2B_API_KEY")
+    monkeypatch.setenv("E2B_DOMAIN", "e2b.invalid")
+    monkeypatch.setenv("AGENTENV_API_KEY", KEY)
+    section = {"name": "e2b", "config": {**config, "api_key_env": "AGENTENV_API_KEY", "template": "python"}}
+    manager = SandboxManager(SandboxConfig.model_validate(section))
+    sandbox = await manager.open(SandboxSpec())
+    try:
+        await sandbox.write_file("note.txt", b"kept")
+        assert (await sandbox.exec("cat note.txt")).stdout == b"kept"
+        assert len(served.boxes) == 1
+    finally:
+        await manager.close()
+    assert not served.boxes
+    monkeypatch.setenv("AGENTENV_API_KEY", "e2b_wrong")
+    with pytest.raises(SandboxUnavailable, match=r"the service at sandbox.config.api_url, rejected the API key"):
+        await SandboxManager(SandboxConfig.model_validate(section)).probe()

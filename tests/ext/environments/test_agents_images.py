@@ -7,6 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from picture_env import chart, draw, tasks
 from PIL import Image
 from rich.console import Console
 
@@ -16,7 +17,6 @@ from support.pictures import PNG, URI, png
 from turnwise import RolloutProducer, RolloutRequest, SingleTurnEnv, Task, load_tasks
 from turnwise.errors import AgentError, ConfigError, SessionError, TaskError
 from turnwise.evaluation.view import render
-from turnwise.ext.environments.picture import chart, draw, tasks
 from turnwise.ext.programs.workdir import observation_values
 from turnwise.images import image_label, image_part, image_size, readable_text
 from turnwise.inference.scripted import ScriptedClient

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from support.envs.foreign_drivers import EnvironmentServer, guard_host, without_headings
 from support.envs.swe_cheats import OF_COMPARISONS, OF_THE_SANDBOX, TELLING_RUNS_APART
 from support.envs.swe_episodes import contained_manager, judging, task
 from support.envs.swe_mutants import appended
@@ -21,8 +22,6 @@ from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
 from turnwise.ext.environments.terminal import TerminalEnv, tasks
 from turnwise.ext.frameworks.export import export_env, load_exported
-from turnwise.ext.frameworks.foreign.inside.openenv import EnvironmentServer, guard_host
-from turnwise.ext.frameworks.foreign.inside.textarena import without_headings
 from turnwise.ext.frameworks.mcp_server import ServedEpisode
 from turnwise.sandboxes import SandboxManager
 from turnwise.tasks import Task
@@ -57,12 +56,14 @@ QUICK = (
 """Those that once were paid, or made a loss a failure that is not counted. The others are long tests."""
 
 
-def quick_and_long(names: Iterable[str]) -> list[Any]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+def quick_and_long(group: str, names: Iterable[str]) -> list[Any]:
+    """Attacks on one judge guard the same: of the long ones ``.ci/run`` takes a part."""
+    marks = pytest.mark.long, pytest.mark.alike(group)
+    return [name if name in QUICK else pytest.param(name, marks=marks) for name in names]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", quick_and_long(TERMINAL_ATTACKS))
+@pytest.mark.parametrize("name", quick_and_long("terminal attacks", TERMINAL_ATTACKS))
 async def test_what_an_agent_leaves_in_a_terminal_earns_nothing(
     manager: SandboxManager, name: str, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
@@ -79,7 +80,7 @@ async def test_what_an_agent_leaves_in_a_terminal_earns_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", quick_and_long(TELLING_RUNS_APART))
+@pytest.mark.parametrize("name", quick_and_long("cheats on runs", TELLING_RUNS_APART))
 async def test_solution_cannot_tell_the_runs_of_its_tests_apart(
     manager: SandboxManager, name: str, cache: Path
 ) -> None:
@@ -92,7 +93,7 @@ async def test_solution_cannot_tell_the_runs_of_its_tests_apart(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", quick_and_long(FURTHER_CHEATS))
+@pytest.mark.parametrize("name", quick_and_long("further cheats", FURTHER_CHEATS))
 async def test_solution_that_goes_for_its_tests_is_wrong(manager: SandboxManager, name: str, cache: Path) -> None:
     async with judging(manager, task("ledgerly__half-units"), cache=str(cache)) as env:
         assert not (await env.judge(appended(env.instance, cache, FURTHER_CHEATS[name]))).resolved

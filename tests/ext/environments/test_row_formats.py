@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 
-from support.envs.published_rows import (
-    BFCL,
-    GSM8K,
-    MATH,
-    NEMOTRON_SWE,
-    ONE_ROW,
-    R2E_GYM,
-    SWE_BENCH,
-    SWE_GYM,
-    write_bfcl,
-)
-from turnwise.envs.core import close_env, reset_env, step_env
-from turnwise.envs.registration import make
-from turnwise.envs.solution import play_solution
+from support.envs.published_rows import GSM8K, MATH, NEMOTRON_SWE, ONE_ROW, R2E_GYM, SWE_BENCH, SWE_GYM
+from support.envs.rewarded_rows import reward_of, says
 from turnwise.errors import TaskError
 from turnwise.ext.environments.swe.rows import instance_of
-from turnwise.ext.environments.tool_calls.matching import same_call
 from turnwise.tasks import SourceConfig, Task, load_tasks
 from turnwise.tasks.formats import find_row_format
-from turnwise.types import Message, ToolCall
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -37,26 +23,6 @@ def write(path: Path, *rows: Any) -> str:
 
 def load(tmp_path: Path, name: str, *rows: Any, **keys: Any) -> list[Task]:
     return load_tasks(SourceConfig(source=write(tmp_path / "rows.jsonl", *rows), format=name, **keys))
-
-
-async def reward_of(task: Task, *messages: Message) -> float:
-    """Return the reward of an episode; without messages, of the reference solution."""
-    assert task.env is not None
-    env = make(task.env)
-    try:
-        await reset_env(env, task, seed=0)
-        if not messages:
-            return sum(result.reward for _, result in await play_solution(env))
-        results = [await step_env(env, message) for message in messages]
-        assert results[-1].terminated
-        return sum(step.reward for step in results)
-    finally:
-        await close_env(env)
-
-
-def says(text: str, *calls: ToolCall) -> Message:
-    message: Message = {"role": "assistant", "content": text}
-    return {**message, "tool_calls": list(calls)} if calls else message
 
 
 @pytest.mark.parametrize("name", sorted(ONE_ROW))
@@ -98,14 +64,6 @@ def test_a_missing_column_is_named_with_the_row(name, tmp_path) -> None:
         ("nemotron-swe", {"uuid": "a", "messages": [], "tools": []}, "'responses_create_params' is missing"),
         ("gsm8k", {**GSM8K, "answer": "two\nlines"}, "column 'answer' .* has no result"),
         ("math", {**MATH, "solution": "It is 3/4."}, "no .*boxed.* no column 'answer'"),
-        ("bfcl", BFCL, "column 'ground_truth' is missing"),
-        ("bfcl", {**BFCL, "involved_classes": ["TicketAPI"], "ground_truth": []}, "several turns"),
-        ("bfcl", {**BFCL, "question": [[], []], "ground_truth": []}, "has 2 turns"),
-        (
-            "bfcl",
-            {**BFCL, "function": [{"name": "f", "parameters": {"type": "HashMap"}}], "ground_truth": []},
-            "f has the type 'HashMap'",
-        ),
         ("gsm8k", ["a list"], "has columns, but this is a value of type list"),
     ],
 )
@@ -137,58 +95,6 @@ async def test_problems_of_mathematics_are_played(name, tmp_path) -> None:
         assert await reward_of(task, says("\\boxed{11}")) == 0.0
     right = "#### 10" if name == "gsm8k" else "\\boxed{0.75}"
     assert await reward_of(task, says(right)) == 1.0
-
-
-async def test_rows_of_bfcl_are_played(tmp_path) -> None:
-    source = write_bfcl(tmp_path / "bfcl")
-    called, uncalled = load_tasks(SourceConfig(source=str(source), format="bfcl"))
-    assert (called.id, called.env, uncalled.id) == ("simple_python_0", "tool_calls", "irrelevance_0")
-    [schema] = called.data["functions"]
-    assert schema["name"] == "geometry_triangle_area"
-    types = {key: parameter.get("type") for key, parameter in schema["parameters"]["properties"].items()}
-    assert types == {"base": "integer", "height": "number", "unit": "string", "marks": "array"}
-    right = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 5.0, "unit": "Units"})
-    wrong = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 6})
-    assert await reward_of(called) == await reward_of(called, says("", right)) == 1.0
-    assert await reward_of(called, says("", wrong)) == await reward_of(called, says("25")) == 0.0
-    assert await reward_of(called, says("", right, right)) == 0.0
-    assert await reward_of(uncalled) == await reward_of(uncalled, says("I cannot see it.")) == 1.0
-    assert await reward_of(uncalled, says("", right)) == 0.0
-
-
-async def test_rows_of_relevance_take_any_call(tmp_path) -> None:
-    [task] = load(tmp_path, "bfcl", {**BFCL, "id": "live_relevance_0-0-0"})
-    assert await reward_of(task, says("", ToolCall("a", "geometry_triangle_area", {"base": 1}))) == 1.0
-    assert await reward_of(task, says("no")) == await reward_of(task, says("", ToolCall("a", "other", {}))) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "allowed", "same"),
-    [
-        ({"a": "New-York, NY"}, {"a": ["new york ny"]}, True),
-        ({"a": True}, {"a": [1]}, False),
-        ({"a": [1, "x"]}, {"a": [[1, "X"], [2]]}, True),
-        ({"a": {"b": 2}}, {"a": [{"b": [1, 2], "c": ["", 3]}]}, True),
-        ({"a": {"b": 2}}, {"a": [{"b": [1, 2], "c": [3]}]}, False),
-        ({"a": {"d": 2}}, {"a": [{"b": ["", 1]}]}, False),
-        ({}, {"a": ["", 1]}, True),
-        ({}, {"a": [1]}, False),
-        ({"z": 1}, {}, False),
-        ({"a": None}, {"a": [None]}, True),
-    ],
-)
-def test_arguments_are_compared_as_the_leaderboard_does(arguments, allowed, same) -> None:
-    assert same_call(ToolCall("c", "f", arguments), "f", allowed) is same
-
-
-async def test_calls_are_matched_in_any_order(tmp_path) -> None:
-    functions = [{"name": "f", "description": "", "parameters": {"type": "dict", "properties": {"x": {"type": "any"}}}}]
-    answers = [{"f": {"x": [1, 2]}}, {"f": {"x": [1]}}]
-    row = {"id": "parallel_0", "question": [[{"role": "user", "content": "Both"}]], "function": functions}
-    [task] = load(tmp_path, "bfcl", {**row, "ground_truth": answers})
-    one, two = ToolCall("a", "f", {"x": 1}), ToolCall("b", "f", {"x": 2})
-    assert await reward_of(task, says("", one, two)) == await reward_of(task, says("", two, one)) == 1.0
-    assert await reward_of(task, says("", two, two)) == 0.0
 
 
 def test_a_source_names_another_environment_for_its_rows(tmp_path) -> None:

@@ -1,9 +1,8 @@
-"""What rules find in the records of a run, what the command prints, and the thresholds on the page."""
+"""What rules find in the records of a run, and what the command prints."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from support.doc_pages import DOCS
 from support.report_pages import played, write_metrics, write_run
 from turnwise.cli.app import app
 from turnwise.errors import ConfigError, FormatError
@@ -183,7 +181,7 @@ def test_command_prints_findings_and_json(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, ["explain", str(run)]).output
     assert "problem never_rewarded" in text
     assert "change: mix in easier tasks" in text
-    explanation = json.loads(CliRunner().invoke(app, ["explain", str(run), "--json"]).output)
+    explanation = json.loads(CliRunner().invoke(app, ["explain", str(run), "--json"]).stdout)
     assert (explanation["steps"], explanation["trajectories"]) == (6, 40)
     [finding] = explanation["findings"]
     assert (finding["name"], finding["level"], finding["stage"]) == ("never_rewarded", "problem", "groups")
@@ -197,10 +195,6 @@ def test_short_run_and_other_folders_are_refused_with_what_is_needed(tmp_path: P
         explain_run(tmp_path)
 
 
-def test_every_kind_has_a_stage_and_the_page_has_every_threshold() -> None:
+def test_every_kind_has_a_stage_and_every_threshold_a_reason() -> None:
     assert {kind.stage for kind in KINDS.values()} <= set(STAGES)
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \| (.+) \|$", page, re.MULTILINE)
-    assert {name: (float(value), reason) for name, value, reason in table} == {
-        name: (float(bound.value), bound.reason) for name, bound in THRESHOLDS.items()
-    }
+    assert [name for name, bound in THRESHOLDS.items() if not bound.reason] == []

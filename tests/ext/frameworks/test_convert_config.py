@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.errors import ConfigError
-from turnwise.ext.frameworks.convert.options import Options, read_options
+from turnwise.ext.frameworks.convert.options import RULES, Options, read_options
 from turnwise.ext.frameworks.convert.translation import Translation
-from turnwise.ext.frameworks.convert.verl_learning import ESTIMATORS, LOSS_OPTIONS
 from turnwise.ext.frameworks.convert.verl_running import translate_verl
 from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
@@ -147,10 +146,10 @@ def test_what_matters_and_is_missing_has_a_remedy(change: str, option: str, reme
 
 
 def test_estimators_and_losses_are_those_of_the_trainer() -> None:
-    assert set(ESTIMATORS) == {*ADVANTAGES, *CRITIC_ADVANTAGES}
+    assert set(RULES["estimators"]) == {*ADVANTAGES, *CRITIC_ADVANTAGES}
     names = ("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg")
     parameters = {loss: inspect.signature(entry.function).parameters for loss, entry in LOSSES.items()}
-    assert {loss: set(options) for loss, options in LOSS_OPTIONS.items()} == {
+    assert {loss: set(options) for loss, options in RULES["loss_options"].items()} == {
         loss: {name for name in names if name in taken} for loss, taken in parameters.items()
     }
 
@@ -202,6 +201,14 @@ def test_resolved_file_equals_its_command(tmp_path: Path) -> None:
     command = ["data.train_files=a.parquet", "data.train_batch_size=32", "actor_rollout_ref.model.path=m"]
     expected = translate_verl(read_options([*command, "actor_rollout_ref.rollout.n=3"]))
     assert translate_verl(read_options([str(file)])).config == expected.config
+
+
+def test_declared_option_that_is_not_set_has_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text('trainer: {experiment_name: first, project_name: "???"}\n')
+    options = read_options([str(file)])
+    assert "trainer.project_name" not in options
+    assert options.read("trainer.experiment_name") == "first"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import gymnasium
@@ -118,6 +119,13 @@ def test_files_that_an_environment_names_come_along(tmp_path, monkeypatch) -> No
     env.reset(seed=1)
     assert env.step("7")[1] == 1.0
     env.close()
+
+
+async def test_package_for_openenv_shadows_no_module_of_python(tmp_path) -> None:
+    await export_env(EnvSpec("math"), "openenv", tmp_path, limit=1)
+    packages = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert packages == ["turnwise_math", "turnwise_math.server"]
+    assert "from turnwise_math import MathAction, MathEnv" in (tmp_path / "README.md").read_text()
 
 
 async def test_files_of_equal_names_get_different_copies(tmp_path) -> None:

@@ -405,7 +405,7 @@ make("tiny:countdown", python={str(fake)!r})
 
 ABSENT = """
 PACKAGE = "absent"
-from {core} import framework
+from turnwise_foreign.core import framework
 def names(): return framework("no_such_framework").NAMES
 def load(name, kwargs, system_prompt): raise AssertionError
 """
@@ -413,9 +413,8 @@ def load(name, kwargs, system_prompt): raise AssertionError
 
 @PLACES
 def test_a_framework_that_is_not_installed_is_named_with_its_pip_line(python, tmp_path, request) -> None:
-    core_module = "turnwise.ext.frameworks.foreign.inside.core" if python is None else "turnwise_foreign.core"
     driver = tmp_path / "absent_driver.py"
-    driver.write_text(ABSENT.format(core=core_module))
+    driver.write_text(ABSENT)
     prefix = "absent-here" if python is None else "absent-there"
     if prefix not in core._FRAMEWORKS:
         register_framework(prefix, driver, "absent==2.1")
@@ -520,10 +519,8 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert rows[650:] == list(tasks("tiny:countdown", python=python, start=650))
     assert len(list(tasks("tiny:countdown", split="test", python=python))) == 2
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
-    core.foreign_class.cache_clear()
     env = make("tiny:countdown", python=python, kwargs={"padding": 1})
     assert default_task_source("tiny:countdown", {"python": python, "kwargs": {"padding": 1}}) == env.default_tasks
-    core.foreign_class.cache_clear()
     assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
 
 

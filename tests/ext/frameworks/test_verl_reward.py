@@ -14,10 +14,10 @@ from support.chat.model_dirs import renderer_for
 from support.doc_pages import blocks, section
 from turnwise.config import load_config
 from turnwise.envs.rewards import Rubric
+from turnwise.envs.rewards.groups import conversation_of
 from turnwise.envs.rewards.registry import load_function
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.errors import EnvError
-from turnwise.ext.checks.rescore import rescored
 from turnwise.ext.frameworks.compat.verl_agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
@@ -195,13 +195,16 @@ def written_score(data_source, solution_str, ground_truth, extra_info):
 
 
 async def test_a_recording_of_text_is_written_in_hermes_form(folder: Path) -> None:
-    # As of a hosted endpoint, and where trajectories are rescored without their model.
+    # As of a hosted endpoint.
     tasks = load_tasks(SourceConfig(source=str(folder / "rows.jsonl"), format="verl"))
     trajectory = await play(tool_config(folder, 0), tasks[0], EPISODES[0]["turns"])
     # The calls of recorded messages are what they were in the episode.
     called = {"function": lambda messages: len(messages[1]["tool_calls"][0].name), "weight": 0.5}
-    again = await rescored(trajectory, Rubric({"again": VerlScore(written_score), "called": called}), tasks[0])
-    assert again.reward == 4.0 + len(EPISODES[0]["tool"]) / 2
+    env = SingleTurnEnv(lambda: 0.0)
+    env.conversation = conversation_of(trajectory)
+    rubric = Rubric({"again": VerlScore(written_score), "called": called})
+    score = await rubric.score(env, tasks[0], env.conversation[-1])
+    assert sum(score.values()) == 4.0 + len(EPISODES[0]["tool"]) / 2
 
 
 async def test_results_and_missing_columns() -> None:

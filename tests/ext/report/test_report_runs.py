@@ -14,7 +14,7 @@ from support.chat.model_dirs import model_dir
 from support.report_pages import played, write_metrics, write_run
 from turnwise.errors import FormatError
 from turnwise.ext.report.runs import REDACTED, read_facts, thinned, token_texts, without_secrets
-from turnwise.trainer.observe.run_log import read_metrics
+from turnwise.trainer.observe.metrics import read_metrics
 
 START = {"kind": "start", "part": 0, "step": 0}
 

@@ -17,9 +17,9 @@ import torch
 
 from support.chat.model_dirs import renderer_for
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
+from support.trainer.learner_contract import check_learner
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, TrainError
-from turnwise.ext.checks.learner import check_learner
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine as check_inference
 from turnwise.inference.scripted import ScriptedClient

@@ -137,7 +137,7 @@ def test_invalid_parts_are_refused() -> None:
         (register_logger, Nothing, "must derive from"),
         (register_hooks, Misspelt, "on_step_ends, which is no hook"),
         (register_hooks, Nothing, "not a subclass of turnwise.Hooks"),
-        (register_manager, Nothing, "lacks create and generate_sequences"),
+        (register_manager, Nothing, "must derive from turnwise.rollout.core.RolloutManager"),
         (register_strategy, Nothing, "must derive from turnwise.rollout.replay.strategies.Strategy"),
     ):
         with pytest.raises((ConfigError, RegistryError), match=message):

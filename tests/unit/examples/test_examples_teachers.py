@@ -11,11 +11,12 @@ import re
 import sys
 from pathlib import Path
 
+import picture_env
 import pytest
 from PIL import Image
 
 from turnwise.envs.basic import lookup
-from turnwise.ext.environments import calculator, picture
+from turnwise.ext.environments import calculator
 from turnwise.ext.environments.arithmetic import evaluate, read_number
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -87,12 +88,12 @@ def bars_of(row):
     image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
     counts = {pixel: count for count, pixel in image.getcolors()}
     # A unit of height is twelve by two pixels.
-    return {name: counts[pixel] / 24 for name, pixel in picture.COLOURS.items()}
+    return {name: counts[pixel] / 24 for name, pixel in picture_env.COLOURS.items()}
 
 
 def test_answers_of_the_picture_teacher_match_the_picture():
     right = 0
-    for row, task in zip(rows("picture"), picture.tasks(COUNT), strict=True):
+    for row, task in zip(rows("picture"), picture_env.tasks(COUNT), strict=True):
         bars, colour = bars_of(row), task.data["colour"]
         heights = {name: int(height) for name, height in map(str.split, row["messages"][-1]["content"].split(", "))}
         if bars:

@@ -15,7 +15,17 @@ from turnwise.errors import MissingExtraError
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("benchmarks", "examples")
 # What the files put on the path beside their own folder.
-SHARED = ("benchmarks", "tests", "examples/small_model", "examples/lookup", "examples/black_boxes")
+SHARED = (
+    "benchmarks",
+    "tests",
+    "examples/small_model",
+    "examples/lookup",
+    "examples/black_boxes",
+    "examples/sql/src",
+    "examples/tool_calls/src",
+    "examples/published/search",
+    "examples/long_task",
+)
 Name = tuple[int, str, str | None]  # the line, the module, and what is taken from it
 
 

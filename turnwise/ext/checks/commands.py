@@ -1,14 +1,15 @@
-"""The commands ``check-env``, ``check-sandbox``, ``replay``, ``bisect``, ``reproduce`` and ``rescore``."""
+"""The commands ``check-env``, ``check-sandbox``, ``replay``, ``bisect`` and ``reproduce``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnwise.cli.options import (
+    AsJson,
+    CommandResult,
     ConstructorArguments,
     EnvReference,
     EnvTasks,
@@ -57,11 +58,10 @@ def check_env(
     functions: FunctionTools = None,
     tool_config: ToolConfig = None,
     mcp: MCPServers = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+    as_json: AsJson = False,
+) -> CommandResult:
     """Check an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 on errors."""
     import asyncio
-    import json
 
     from rich.console import Console
 
@@ -82,12 +82,8 @@ def check_env(
             prompt=prompt,
         )
     )
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
-    else:
-        show_report(report, Console())
-    if not report.ok:
-        raise typer.Exit(1)
+    show_report(report, Console(quiet=as_json))
+    return CommandResult(report.to_json(), failed=not report.ok)
 
 
 def load_rows(spec: EnvSpec, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
@@ -164,11 +160,10 @@ def check_sandbox(
     ] = None,
     attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack the isolation.")] = True,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one check, in seconds.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+    as_json: AsJson = False,
+) -> CommandResult:
     """Check a sandbox backend: its contract, and whether the isolation that it declares holds; exit 1 on failures."""
     import asyncio
-    import json
 
     from rich.console import Console
 
@@ -177,7 +172,7 @@ def check_sandbox(
     from turnwise.sandboxes.config import SandboxConfig
     from turnwise.sandboxes.core import SandboxSpec
 
-    console = Console()
+    console = Console(quiet=as_json)
     report = asyncio.run(
         check_sandbox(
             SandboxConfig(name=name, config=parse_overrides(config or ())),
@@ -185,15 +180,11 @@ def check_sandbox(
             only=only or (),
             attacks=attacks,
             timeout=timeout,
-            watch=None if as_json else lambda outcome: _show_outcome(outcome, console),
+            watch=lambda outcome: _show_outcome(outcome, console),
         )
     )
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
-    else:
-        _show_sandbox(report, console)
-    if not report.ok:
-        raise typer.Exit(1)
+    _show_sandbox(report, console)
+    return CommandResult(report.to_json(), failed=not report.ok)
 
 
 def _show_outcome(outcome: Outcome, console: Console) -> None:
@@ -234,26 +225,22 @@ def replay(
     strict: Annotated[
         bool, typer.Option("--strict", help="Compare what the environment says varies (times, paths), too.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
+) -> CommandResult:
     """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
     from turnwise.ext.checks.replay import replay_run
 
     report = replay_run(source, number=number, task=task, strict=strict)
-    if as_json:
-        differing = [divergence.to_json() for divergence in report.divergences]
-        counts = {"episodes": report.episodes, "left_out": report.left_out, "varied": report.varied}
-        typer.echo(json.dumps({**counts, "divergences": differing}))
-    else:
-        for divergence in report.divergences:
-            typer.secho(str(divergence), fg="red")
-        for reason, count in report.left_out.most_common():
-            typer.echo(f"left out: {count} episodes, {reason}")
-        for name, count in report.varied.most_common():
-            typer.echo(f"varied, as the environment says: {name} in {count} messages")
-        typer.echo(f"{report.episodes} episodes replayed, {len(report.divergences)} diverge")
-    if report.divergences or not report.episodes:
-        raise typer.Exit(1)
+    for divergence in report.divergences:
+        typer.secho(str(divergence), fg="red")
+    for reason, count in report.left_out.most_common():
+        typer.echo(f"left out: {count} episodes, {reason}")
+    for name, count in report.varied.most_common():
+        typer.echo(f"varied, as the environment says: {name} in {count} messages")
+    typer.echo(f"{report.episodes} episodes replayed, {len(report.divergences)} diverge")
+    differing = [divergence.to_json() for divergence in report.divergences]
+    result = {"episodes": report.episodes, "left_out": report.left_out, "varied": report.varied}
+    result["divergences"] = differing
+    return CommandResult(result, failed=bool(report.divergences) or not report.episodes)
 
 
 def bisect(
@@ -274,8 +261,7 @@ def bisect(
         float | None, typer.Option("--success-reward", help="Minimum reward of a success; by default the evaluation's.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the continuations.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
+) -> CommandResult:
     """Continue an episode from each of its turns, and print at which turn it was won or lost."""
     from rich.console import Console
 
@@ -283,11 +269,9 @@ def bisect(
 
     urls = tuple(address.strip() for address in (url or "").split(",") if address.strip())
     bisection = run_bisect(BisectSettings(source, episode, model, urls, samples, temperature, success_reward, seed))
-    if as_json:
-        typer.echo(json.dumps(bisection.to_json()))
-        return
     Console().print(bisection.table())
     typer.echo(bisection.verdict())
+    return CommandResult(bisection.to_json())
 
 
 def reproduce(
@@ -300,47 +284,15 @@ def reproduce(
     allow_differences: Annotated[
         bool, typer.Option("--allow-differences", help="Execute it anyway; compare rewards where bits differ.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
+) -> CommandResult:
     """Execute a run again in a new directory, and print that it is equal, bit for bit, or the first difference."""
     from turnwise.ext.checks.reproduce import reproduce
 
     result = reproduce(source, runs, allow_differences=allow_differences)
-    if as_json:
-        typer.echo(json.dumps(result.to_json()))
-    else:
-        for line in result.environment:
-            typer.echo(f"differs: {line}")
-        typer.echo(result.verdict())
-        if result.first is not None:
-            typer.echo(result.comparison())
-    if result.first is not None and not (allow_differences and result.alike):
-        raise typer.Exit(1)
-
-
-def rescore(
-    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
-    scorer: Annotated[
-        str,
-        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
-    ],
-    tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
-    ] = None,
-    partition: Annotated[
-        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
-    ] = None,
-    success_reward: Annotated[
-        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
-    ] = 1.0,
-) -> None:
-    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
-    from rich.console import Console
-
-    from turnwise.evaluation.metrics import print_table, result_table
-    from turnwise.ext.checks.rescore import RescoreSettings, run_rescore
-
-    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
-    print_table(Console(), result_table(result, f"{source} by {scorer}"))
-    typer.echo(f"written to {out}")
+    for line in result.environment:
+        typer.echo(f"differs: {line}")
+    typer.echo(result.verdict())
+    if result.first is not None:
+        typer.echo(result.comparison())
+    failed = result.first is not None and not (allow_differences and result.alike)
+    return CommandResult(result.to_json(), failed)

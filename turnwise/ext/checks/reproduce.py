@@ -23,7 +23,7 @@ from turnwise.rollout.records import BatchRow, read_batches, without_attempt
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.manifest import Manifest
-from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trainer.observe.metrics import METRICS_FILE, read_metrics
 from turnwise.trainer.run.checkpoint import CheckpointStore, weight_digests
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.hooks import Hooks

@@ -17,7 +17,7 @@ from turnwise.rollout.audit import BATCHES, RUN_FILE
 from turnwise.rollout.journal.state import JOURNAL
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.manifest import MANIFEST, Manifest, input_files, named_inputs
-from turnwise.trainer.observe.run_log import METRICS_FILE
+from turnwise.trainer.observe.metrics import METRICS_FILE
 from turnwise.trainer.run.checkpoint import CheckpointStore, weight_digests
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trajectory_file import TRAJECTORIES

@@ -10,9 +10,6 @@ _PACKAGE: Final = "turnwise.ext.environments"
 _SWE_FIELDS: Final = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
 _TEST_FIELDS: Final = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
-BFCL: Final = RowFormat(
-    "tool_calls", f"{_PACKAGE}.tool_calls.bfcl:row", ("id", "question", "function"), f"{_PACKAGE}.tool_calls.bfcl:rows"
-)
 GSM8K: Final = RowFormat("math", f"{_PACKAGE}.math:row", ("question", "answer"))
 HUMANEVAL: Final = RowFormat("code", f"{_PACKAGE}.code:row", ("task_id", "prompt", "test", "entry_point"))
 LIVECODEBENCH: Final = RowFormat(
@@ -29,7 +26,6 @@ R2E_GYM: Final = RowFormat(
     ("repo_name", "docker_image", "commit_hash", "problem_statement", "expected_output_json"),
 )
 SWE_BENCH: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
-SWE_GYM: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
 SWE_SMITH: Final = RowFormat(
     "swe",
     f"{_PACKAGE}.swe.rows:checked_row",

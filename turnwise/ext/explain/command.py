@@ -7,21 +7,18 @@ from typing import Annotated
 
 import typer
 
+from turnwise.cli.options import CommandResult
+
 
 def explain(
     run: Annotated[Path, typer.Argument(help="Directory of a training run.", show_default=False)],
     number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Most findings; by default all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
+) -> CommandResult:
     """Say what holds learning back: the first cause first, with evidence and the keys to change."""
-    import json
-
     from rich.console import Console
 
     from turnwise.ext.explain.explain import explain_run, show_explanation
 
     explanation = explain_run(run)
-    if as_json:
-        typer.echo(json.dumps(explanation.to_json(), ensure_ascii=False))
-    else:
-        show_explanation(explanation, Console(), number)
+    show_explanation(explanation, Console(), number)
+    return CommandResult(explanation.to_json())

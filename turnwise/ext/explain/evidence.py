@@ -21,8 +21,7 @@ from turnwise.ext.explain.prompts import Prompts
 from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.tasks.config import sources_of
 from turnwise.tasks.reader import load_tasks
-from turnwise.trainer.observe.metrics import figures, split_policy
-from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trainer.observe.metrics import METRICS_FILE, figures, read_metrics, split_policy
 from turnwise.trajectory_file import TRAJECTORIES, effective_trajectories
 
 _MOST_TASKS: Final = 20_000

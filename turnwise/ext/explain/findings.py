@@ -39,7 +39,7 @@ KINDS: Final[Mapping[str, Kind]] = {name: Kind(**row) for name, row in _ROWS.ite
 """All findings that there are, by name."""
 _BOUNDS = tomllib.loads(Path(__file__).with_name("thresholds.toml").read_text("utf-8"))
 THRESHOLDS: Final[Mapping[str, Threshold]] = {name: Threshold(**row) for name, row in _BOUNDS.items()}
-"""All thresholds by name; docs/metrics.md shows them."""
+"""All thresholds by name."""
 _POLICY: Final = "POLICY"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from turnwise.cli.options import ConstructorArguments, EnvReference, EnvTasks, env_spec
+from turnwise.cli.options import CommandResult, ConstructorArguments, EnvReference, EnvTasks, env_spec
 
 
 def make_model(
@@ -27,7 +27,7 @@ def make_model(
         float,
         typer.Option("--wrong", min=0, max=1, help="Share of demonstrations with another one's answer: room to train."),
     ] = 0.4,
-) -> None:
+) -> CommandResult:
     """Make a small model with its tokenizer for an environment, from the environment's reference solutions."""
     import asyncio
 
@@ -51,6 +51,7 @@ def make_model(
     tasks_option = "" if held_out is None else f" --tasks '{held_out}'"
     typer.echo(f"turnwise eval {reference} --model {directory}{tasks_option} evaluates it")
     typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")
+    return CommandResult({"model": directory, "config": directory / TRAINING, "env": reference, "tasks": held_out})
 
 
 def demos(
@@ -60,7 +61,7 @@ def demos(
     tasks: EnvTasks = None,
     number: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of solved tasks.")] = 200,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the episodes.")] = 0,
-) -> None:
+) -> CommandResult:
     """Write demonstrations for a pretrained model, rows of turnwise sft: conversations that solve() plays."""
     import asyncio
 
@@ -77,3 +78,4 @@ def demos(
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
     typer.echo(f"{file}: {len(rows)} demonstrations; data: {file} in a configuration of turnwise sft trains on them")
+    return CommandResult({"file": file, "demonstrations": len(rows)})

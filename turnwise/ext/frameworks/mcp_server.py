@@ -8,7 +8,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +220,63 @@ _HOW: Final = (
 )
 
 
+async def serve_stdio(server: Server[Any], close: Callable[[], Awaitable[None]]) -> None:
+    """Serve one client over standard input and output until EOF, and close what served it."""
+    try:
+        async with stdio_server() as (read, write):
+            try:
+                await server.run(read, write, server.create_initialization_options())
+            finally:
+                # What was printed leads to stderr only as long as the server has stdout.
+                sys.stdout.flush()
+    finally:
+        with redirect_stdout(sys.stderr):
+            await close()
+
+
+async def serve_http(
+    app: Any, host: str, port: int, on_start: Callable[[str], None], close: Callable[[], Awaitable[None]]
+) -> None:
+    """Serve clients over streamable HTTP until interrupted.
+
+    Args:
+        app: The ASGI application of the SDK's server, or a middleware around it.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        on_start: Called with the server's URL once it serves.
+        close: Awaited before the shutdown is acknowledged: a signal may end the process right after.
+
+    Raises:
+        InferenceError: The port cannot be bound.
+    """
+    listener = bind(host, port)
+
+    async def closing(scope: Any, receive: Any, send: Any) -> None:
+        async def send_closed(message: Any) -> None:
+            if message["type"] == "lifespan.shutdown.complete":
+                await close()
+            await send(message)
+
+        await app(scope, receive, send_closed if scope["type"] == "lifespan" else send)
+
+    config = uvicorn.Config(
+        # The SDK looks at names of hosts on loopback addresses only.
+        Guard(closing),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    listener.listen(128)
+    address = f"[{host}]" if ":" in host else host
+    on_start(f"http://{address}:{listener.getsockname()[1]}/mcp")
+    try:
+        await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        await close()
+
+
 class EnvServer:
     """Plays one episode with each session.
 
@@ -262,47 +319,12 @@ class EnvServer:
 
     async def serve_stdio(self) -> None:
         """Serve one client over standard input and output until EOF."""
-        server = self.server()
-        try:
-            async with stdio_server() as (read, write):
-                try:
-                    await server.run(read, write, server.create_initialization_options())
-                finally:
-                    # What the environment printed leads to stderr only as long as the server has stdout.
-                    sys.stdout.flush()
-        finally:
-            with redirect_stdout(sys.stderr):
-                await self.close()
+        await serve_stdio(self.server(), self.close)
 
     async def serve_http(self, host: str, port: int, on_start: Callable[[str], None]) -> None:
-        """Serve clients over streamable HTTP until interrupted.
-
-        Args:
-            host: Address to bind.
-            port: Port to bind; 0 takes a free one.
-            on_start: Called with the server's URL once it serves.
-
-        Raises:
-            InferenceError: The port cannot be bound.
-        """
-        listener = bind(host, port)
+        """Serve clients as :func:`serve_http` does."""
         app = self.server().streamable_http_app(host=host, session_idle_timeout=IDLE_S)
-        config = uvicorn.Config(
-            # The SDK looks at names of hosts on loopback addresses only.
-            Guard(_Sessions(app, self)),
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-        listener.listen(128)
-        address = f"[{host}]" if ":" in host else host
-        on_start(f"http://{address}:{listener.getsockname()[1]}/mcp")
-        try:
-            await uvicorn.Server(config).serve(sockets=[listener])
-        finally:
-            await self.close()
+        await serve_http(_Sessions(app, self), host, port, on_start, self.close)
 
     async def end(self, session: str) -> None:
         """Close the episode of a session, if any."""
@@ -409,7 +431,7 @@ class _Sessions:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, self._closing(send))
+            await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         version = headers.get("mcp-protocol-version")
@@ -419,16 +441,6 @@ class _Sessions:
         await self._app(scope, receive, send)
         if scope["method"] == "DELETE" and _SESSION in headers:
             await self._server.end(headers[_SESSION])
-
-    def _closing(self, send: Any) -> Any:
-        """Wrap ``send`` to close all episodes before the shutdown is acknowledged."""
-
-        async def closing(message: Any) -> None:
-            if message["type"] == "lifespan.shutdown.complete":
-                await self._server.close()
-            await send(message)
-
-        return closing
 
 
 async def _refuse(send: Any, version: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from turnwise.append_file import is_locked
+from turnwise.cli.options import CommandResult
 from turnwise.errors import FormatError
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def report(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Write it again while the runs go on; an open page loads it again.")
     ] = False,
-) -> None:
+) -> CommandResult:
     """Write one HTML file with the curves, tasks, trajectories, tokens and failures of runs."""
     from turnwise.ext.report.page import MEGABYTE, write_report
 
@@ -51,6 +53,7 @@ def report(
     typer.echo(f"written: {out.resolve()} ({written.size / MEGABYTE:.1f} MB, {count})")
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
+    return CommandResult(asdict(written))
 
 
 def follow_runs(

@@ -18,8 +18,7 @@ from turnwise.chat.model_dir import read_model_dir
 from turnwise.config import read_yaml, write_yaml
 from turnwise.errors import ConfigError, FormatError, MissingExtraError, RenderError
 from turnwise.evaluation.directory import success_rule
-from turnwise.trainer.observe.metrics import figures, meaning
-from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trainer.observe.metrics import METRICS_FILE, figures, meaning, read_metrics
 from turnwise.trainer.run.certificate import certificate_notes
 from turnwise.trajectory_file import TRAJECTORIES
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import orjson
 import typer
 
+from turnwise.cli.options import CommandResult
 from turnwise.errors import FormatError, TurnwiseError
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, SYNC, UPDATE, WAIT
 
@@ -158,10 +159,11 @@ def timeline(
     part: Annotated[
         int, typer.Option("--part", help="Which process of the run, from 0; -1 is the last one.", show_default=True)
     ] = -1,
-) -> None:
+) -> CommandResult:
     """Write what ran when as a trace: rollouts, the trainer, weights on their way, evaluations and checkpoints."""
     parts = read_timeline(run / "timeline.jsonl")
     if not -len(parts) <= part < len(parts):
         raise TurnwiseError(f"--part is {part}, but {run} had {len(parts)} processes: 0 is the first, -1 the last")
     out.write_bytes(trace_json(parts[part]))
     typer.echo(f"written: {out}")
+    return CommandResult({"file": out, "part": part % len(parts), "parts": len(parts)})

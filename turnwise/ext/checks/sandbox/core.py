@@ -7,18 +7,63 @@ import os
 import shutil
 import tempfile
 import time
+import tomllib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
+from typing import Any, Final
 
 from turnwise.errors import ConfigError, SandboxUnavailable
+from turnwise.ext.checks.sandbox import attacks, commands, files, lifecycle, link_attacks, processes
 from turnwise.ext.checks.sandbox.context import CheckContext
 from turnwise.ext.checks.sandbox.fixtures import SECRET, host_fixtures
 from turnwise.ext.checks.sandbox.report import CheckFailed, CheckSkipped, Outcome, SandboxReport, Status
-from turnwise.ext.checks.sandbox.table import CHECKS, Check
 from turnwise.sandboxes.config import SandboxConfig, open_backend
-from turnwise.sandboxes.core import SandboxBackend, SandboxSpec
+from turnwise.sandboxes.core import Sandbox, SandboxBackend, SandboxSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of the contract, or one attack on what the capabilities claim to contain.
+
+    Attributes:
+        name: ``group: what``; attacks begin with ``attack``.
+        run: What it does; it raises CheckFailed for a violation. An attack returns its findings, none if contained.
+        containment: Of an attack, the capability that claims to contain it, or ``always``; empty for a check.
+        needs: The capability without which it is skipped.
+        refused: A call that a backend without that capability must refuse.
+    """
+
+    name: str
+    run: Callable[[CheckContext], Awaitable[list[str] | None]]
+    containment: str = ""
+    needs: str = ""
+    refused: Callable[[Sandbox], Awaitable[object]] | None = None
+
+
+_MODULES: Final = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (attacks, commands, files, lifecycle, link_attacks, processes)
+}
+
+
+def _read_check(row: Mapping[str, Any]) -> Check:
+    """Return the check of a row of ``table.toml``."""
+    columns = dict(row)
+    module, _, function = columns.pop("run").partition(".")
+    run = getattr(_MODULES[module], function)
+    if arguments := columns.pop("arguments", {}):
+        run = run(**arguments)
+    refused = columns.pop("refused", None)
+    return Check(run=run, refused=None if refused is None else methodcaller(*refused), **columns)
+
+
+_ROWS: Final = tomllib.loads(Path(__file__).with_name("table.toml").read_text(encoding="utf-8"))["checks"]
+CHECKS: Final[dict[str, Check]] = {row["name"]: _read_check(row) for row in _ROWS}
+"""All checks and attacks by name, in the order in which they run; ``check-sandbox --only`` selects by prefix."""
 
 
 async def check_sandbox(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.errors import ConfigError
 from turnwise.ext.frameworks.convert.agent_lightning import translate_agent_lightning
 from turnwise.ext.frameworks.convert.options import options_of
+from turnwise.plugins import load_object
 
 if TYPE_CHECKING:
     from turnwise.trainer.train import TrainSummary
@@ -26,7 +27,7 @@ def run_ppo(
     Options without a counterpart that matter are logged as warnings, with what to do.
 
     Args:
-        config: Options of verl and the section ``agentlightning``, as nested mappings (OmegaConf's are such).
+        config: Options of verl and the section ``agentlightning``, as nested mappings or of OmegaConf.
         train_dataset: Rows; ``env_map`` names what the agent reads of them.
         val_dataset: Held-out rows.
 
@@ -38,6 +39,9 @@ def run_ppo(
     for name, rows in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
         if not len(rows):
             raise ConfigError(f"{name} holds no row: give at least one")
+    if type(config).__module__.startswith("omegaconf"):
+        # Of OmegaConf, which raises where an option that a configuration only declares is read.
+        config = load_object("omegaconf:OmegaConf", "class").to_container(config, resolve=True)
     options = options_of(config)
     translation = translate_agent_lightning(options)
     translation.remedies.pop("trainer.total_epochs", None)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,18 +16,10 @@ import yaml
 from turnwise.config import read_yaml
 from turnwise.errors import ConfigError, shown
 
-_ENTRY_POINTS: Final = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.experimental.", "agentlightning.")
+RULES: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))
+"""Of verl's commands and options: which are read as they are, and what becomes of the others."""
 _PREFIX: Final = "actor_rollout_ref."
-# Of earlier versions.
-_RENAMED_PREFIXES: Final = {
-    "reward_model.": "reward.",
-    "custom_reward_function.": "reward.custom_reward_function.",
-    "actor.ulysses_sequence_parallel_size": "actor.fsdp_config.ulysses_sequence_parallel_size",
-}
 _SECONDS: Final = 60
-# What a script asks for values; every other program is replaced by one that does nothing.
-_REAL_PROGRAMS: Final = ("basename", "bash", "cat", "cut", "date", "dirname", "hostname", "nproc", "sh", "tr", "uname")
-_LAUNCHERS: Final = ("python", "python3", "uv", "torchrun", "accelerate", "srun")
 # A program given by -c usually looks for a package; none is there.
 _STAND_IN: Final = """#!/bin/sh
 [ "$1" = -c ] && exit 1
@@ -35,8 +28,6 @@ case " $* " in *" -m "*) printf '%s\\0' "$@" >> "$TURNWISE_ARGUMENTS"; printf '\
 _START: Final = (
     "command_not_found_handle() { return 0; }\nulimit() { return 0; }\nexport -f command_not_found_handle ulimit\n"
 )
-# Sections whose keys are arguments of somebody else's function.
-_FREE_SECTIONS: Final = ("reward_kwargs", "apply_chat_template_kwargs", "override_config")
 
 
 class Options:
@@ -63,6 +54,10 @@ class Options:
     def spelling(self, name: str) -> str:
         """Return the name as it was written."""
         return self._spelling.get(name, name)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield all options with their values."""
+        yield from self._values.items()
 
     def unread(self) -> Iterator[tuple[str, Any]]:
         """Yield the options that nothing has read, with their values."""
@@ -96,9 +91,9 @@ def options_of(config: Mapping[str, Any]) -> Options:
 
 def _canonical(name: str) -> str:
     name = name.removeprefix(_PREFIX)
-    for before, after in _RENAMED_PREFIXES.items():
+    for before, after in RULES["renamed"].items():
         if name.startswith(before):
-            return after + name[len(before) :]
+            return f"{after}{name[len(before) :]}"
     return name
 
 
@@ -145,11 +140,11 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for key, value in section.items():
         if key in ("_target_", "defaults"):
             continue
-        if isinstance(value, Mapping) and value and key not in _FREE_SECTIONS:
+        if isinstance(value, Mapping) and value and key not in RULES["commands"]["free_sections"]:
             yield from _leaves(value, f"{prefix}{key}.")
         elif isinstance(value, Sequence) and not isinstance(value, str):
             yield f"{prefix}{key}", list(value)
-        elif value not in ({}, None):
+        elif value not in ({}, None, "???"):  # the last: declared, and not set
             yield f"{prefix}{key}", value
 
 
@@ -159,10 +154,10 @@ def _script_arguments(script: Path) -> list[str]:
         folder = Path(name)
         programs, noted = folder / "programs", folder / "arguments"
         programs.mkdir()
-        for program in _LAUNCHERS:
+        for program in RULES["commands"]["launchers"]:
             (programs / program).write_text(_STAND_IN)
             (programs / program).chmod(0o755)
-        for program in _REAL_PROGRAMS:
+        for program in RULES["commands"]["real_programs"]:
             real = next((path for path in (Path("/bin", program), Path("/usr/bin", program)) if path.exists()), None)
             if real is not None:
                 (programs / program).symlink_to(real)
@@ -190,11 +185,11 @@ def _script_arguments(script: Path) -> list[str]:
     for command in commands:
         arguments = command.split("\0")[:-1]
         modules += [argument for argument in arguments if argument.startswith("verl.")]
-        if any(argument.startswith(_ENTRY_POINTS) for argument in arguments):
+        if any(argument.startswith(tuple(RULES["commands"]["entry_points"])) for argument in arguments):
             return arguments
     last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it printed no error"]
     what = f"starts {modules[0]}" if modules else f"ended before it started a trainer ({last[0]})"
     raise ConfigError(
-        f"{script}: it {what}, and not the RL trainer of verl (python -m {_ENTRY_POINTS[0]}): give the variables "
+        f"{script}: it {what}, and not the RL trainer of verl (python -m verl.trainer.main_ppo): give the variables "
         "that it reads, or the options of the command itself, or the YAML that --cfg job --resolve prints"
     )

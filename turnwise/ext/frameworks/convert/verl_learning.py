@@ -7,33 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TurnwiseError
+from turnwise.ext.frameworks.convert.options import RULES
 from turnwise.ext.frameworks.convert.translation import Translation
 from turnwise.tasks.config import SourceConfig
 from turnwise.tasks.reader import load_tasks
 
 _POLICY: Final = "policies.main"
-# Estimators and losses that both have, and the options of the losses: the registries import torch.
-ESTIMATORS: Final = (
-    "dr_grpo", "gae", "gdpo", "gpg", "grpo", "opo", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "remax", "rloo",
-)  # fmt: skip
-_CLIP: Final = ("clip_low", "clip_high")
-LOSS_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "ppo_clip": (*_CLIP, "dual_clip"),
-    "gspo": _CLIP,
-    "cispo": _CLIP,
-    "sapo": ("tau_pos", "tau_neg"),
-    "gmpo": _CLIP,
-    "gpg": (),
-    "clip_cov": _CLIP,
-    "kl_cov": (),
-    "dppo_tv": _CLIP,
-    "dppo_kl": _CLIP,
-    "dro": (),
-}
-_ESTIMATORS: Final = {"grpo_passk": "passk", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-_LOSSES: Final = {"vanilla": "ppo_clip", "geo_mean": "gmpo"}
-_KL_ESTIMATORS: Final = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 _SCORER: Final = "verl.utils.reward_score:default_compute_score"
 
 
@@ -56,18 +35,11 @@ def translate_data(translation: Translation) -> None:
         column = options.read(option, name)
         if column != name and option in options:
             translation.note(option, f"format: verl reads the column {name}: rename {column}, or use tasks.map")
-        translation.excuse("the column that format: verl reads", option)
-    translation.move("data.max_prompt_length", "max_prompt_tokens", default=512)
-    translation.excuse("prompts above max_prompt_tokens are dropped and counted", "data.filter_overlong_prompts")
     truncation = options.read("data.truncation", "error")
     if truncation != "error":
         translation.note(
             "data.truncation", f"prompts are not cut at the {truncation}: those that are too long are left out"
         )
-    translation.excuse("prompts above max_prompt_tokens are dropped and counted", "data.truncation")
-    translation.move("data.max_response_length", "rollout.max_tokens_per_turn", default=512)
-    translation.move("data.shuffle", "shuffle")
-    translation.move("data.train_batch_size", "batch.groups", default=1024)
     if translation.config["batch"]["groups"] == 0:
         # verl's asynchronous trainer counts by minibatches.
         batches = options.read("async_training.require_batches", 1)
@@ -84,7 +56,6 @@ def _translate_steps(translation: Translation) -> None:
     steps, epochs = options.read("trainer.total_training_steps"), options.read("trainer.total_epochs", 30)
     if steps is not None:
         translation.set("steps", steps, "trainer.total_training_steps")
-        translation.excuse("trainer.total_training_steps ends the run", "trainer.total_epochs")
         return
     files, groups = options.read("data.train_files"), translation.config["batch"]["groups"]
     names = [str(name) for name in (files if isinstance(files, list) else [files])]
@@ -109,10 +80,7 @@ def _rows(file: str) -> int | None:
 def translate_model(translation: Translation) -> None:
     """Translate model, adapters, optimizer and schedule."""
     options, model = translation.options, f"{_POLICY}.model"
-    translation.move("model.path", f"{model}.path")
     translation.set(f"{model}.compute_dtype", "bfloat16")
-    translation.move("model.enable_gradient_checkpointing", f"{model}.gradient_checkpointing", bool, default=True)
-    translation.move("actor.freeze_vision_tower", f"{model}.freeze_vision")
     rank_option = "model.lora_rank" if "model.lora_rank" in options else "model.lora.rank"
     if rank := options.read(rank_option, 0):
         translation.set(f"{model}.lora.rank", rank, rank_option)
@@ -122,12 +90,6 @@ def translate_model(translation: Translation) -> None:
         if isinstance(targets, list):
             translation.set(f"{model}.lora.targets", targets, "model.target_modules")
         translation.move("model.lora_adapter_path", f"{model}.lora.path")
-        translation.excuse("all linear layers are adapted by default", "model.target_modules")
-    translation.excuse("a chat template of a folder is read with its tokenizer", "model.tokenizer_path")
-    translation.move("actor.optim.lr", f"{_POLICY}.optim.lr", float, default=1e-6)
-    translation.move("actor.optim.weight_decay", f"{_POLICY}.optim.weight_decay", float, default=0.01)
-    translation.move("actor.optim.betas", f"{_POLICY}.optim.betas", list, default=[0.9, 0.999])
-    translation.move("actor.optim.clip_grad", f"{_POLICY}.optim.max_grad_norm", float, default=1.0)
     kind_option = next(
         (option for option in ("actor.optim.lr_scheduler_type", "actor.optim.warmup_style") if option in options), None
     )
@@ -146,27 +108,23 @@ def translate_model(translation: Translation) -> None:
         translation.note(
             "actor.optim.lr_warmup_steps_ratio", f"set {_POLICY}.schedule.warmup_steps to {share} of steps"
         )
-    translation.excuse("no warm-up, as by default", "actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio")
-    translation.move("actor.optim.min_lr_ratio", f"{_POLICY}.schedule.min_ratio", float)
 
 
 def translate_algorithm(translation: Translation) -> None:
     """Translate estimator, KL penalty, correction and filter."""
     options = translation.options
     estimator = options.read("algorithm.adv_estimator", "gae")
-    name = _ESTIMATORS.get(estimator, estimator)
-    if name in ESTIMATORS:
+    name = RULES["renamed_estimators"].get(estimator, estimator)
+    if name in RULES["estimators"]:
         translation.set("algorithm.advantage", name, "algorithm.adv_estimator")
     else:
-        names = ", ".join(ESTIMATORS)
+        names = ", ".join(RULES["estimators"])
         translation.note("algorithm.adv_estimator", f"no estimator {estimator}: {names}, or pkg.mod:function")
     if options.read("algorithm.norm_adv_by_std_in_grpo", True) is False and estimator == "grpo":
         translation.set("algorithm.advantage_options.norm_by_std", False, "algorithm.norm_adv_by_std_in_grpo")
-    translation.excuse("the standard deviation divides, as by default", "algorithm.norm_adv_by_std_in_grpo")
     if estimator == "gae":
         translation.move("algorithm.gamma", "algorithm.advantage_options.gamma", float)
         translation.move("algorithm.lam", "algorithm.advantage_options.lam", float)
-    translation.excuse(f"{estimator} does not read it", "algorithm.gamma", "algorithm.lam")
     # What verl does: groups of equal rewards stay in the batch, and the trainer scores the tokens once more.
     translation.set("algorithm.drop_zero_variance", False)
     if options.read("algorithm.filter_groups.enable", False):
@@ -187,14 +145,15 @@ def _translate_kl(translation: Translation) -> None:
     loss_coef = float(options.read("actor.kl_loss_coef", 0.001))
     if in_loss and loss_coef:
         kind = str(options.read("actor.kl_loss_type", "low_var_kl"))
-        estimator = _KL_ESTIMATORS.get(kind.removesuffix("+"), kind.removesuffix("+")) + "+" * kind.endswith("+")
+        name = kind.removesuffix("+")
+        estimator = RULES["kl_estimators"].get(name, name) + "+" * kind.endswith("+")
         translation.set("algorithm.kl", {"where": "loss", "coef": loss_coef, "estimator": estimator}, *loss_options)
         if in_reward:
             translation.note(
                 "algorithm.use_kl_in_reward", "there is one penalty, which stands in the loss: set kl.where"
             )
     elif in_reward and (coef := float(options.read("algorithm.kl_ctrl.kl_coef", 0.001))):
-        estimator = _KL_ESTIMATORS.get(str(options.read("algorithm.kl_penalty", "kl")), "k1")
+        estimator = RULES["kl_estimators"].get(str(options.read("algorithm.kl_penalty", "kl")), "k1")
         translation.set("algorithm.kl", {"where": "reward", "coef": coef, "estimator": estimator}, *reward_options)
         if options.read("algorithm.kl_ctrl.type", "fixed") == "adaptive":
             target = options.read("algorithm.kl_ctrl.target_kl", 0.1)
@@ -203,7 +162,6 @@ def _translate_kl(translation: Translation) -> None:
         if options.read("ref.fsdp_config.param_offload", False) is True:
             translation.set("algorithm.kl.offload", True, "ref.fsdp_config.param_offload")
         translation.move("ref.model.path", "algorithm.kl.reference")
-    translation.excuse("there is no such penalty", *loss_options, *reward_options)
 
 
 def _translate_correction(translation: Translation) -> None:
@@ -211,10 +169,7 @@ def _translate_correction(translation: Translation) -> None:
     bypass = options.read(f"{section}.bypass_mode", False)
     translation.set("algorithm.old_logprobs", "rollout" if bypass else "recompute", f"{section}.bypass_mode")
     level = options.read(f"{section}.rollout_is")
-    if bypass:
-        weights = (f"{section}.rollout_is", f"{section}.rollout_is_threshold")
-        translation.excuse("the ratio of the loss is that to the rollout", *weights)
-    elif level in ("token", "sequence"):
+    if not bypass and level in ("token", "sequence"):
         low, _, high = str(options.read(f"{section}.rollout_is_threshold", 2.0)).rpartition("_")
         correction = {"weights": "mask" if low else "truncate", "level": level, "high": float(high)}
         if low:
@@ -229,9 +184,9 @@ def translate_loss(translation: Translation) -> None:
     """Translate the loss, its options and its average, minibatches and the sizes of micro-batches."""
     options = translation.options
     mode = options.read("actor.policy_loss.loss_mode", "vanilla")
-    loss = _LOSSES.get(mode, mode)
+    loss = RULES["renamed_losses"].get(mode, mode)
     translation.set("algorithm.loss", loss, "actor.policy_loss.loss_mode")
-    if loss not in LOSS_OPTIONS:
+    if loss not in RULES["loss_options"]:
         translation.note(
             "actor.policy_loss.loss_mode", f"there is no loss {mode}: algorithm.loss takes pkg.mod:function"
         )
@@ -245,18 +200,14 @@ def translate_loss(translation: Translation) -> None:
         option = next((name for name in (f"actor.policy_loss.{name}",) if name in options), f"actor.{name}")
         values[name] = option, options.read(option, default)
     for name, (option, value) in values.items():
-        if name in LOSS_OPTIONS.get(loss, ()):
+        if name in RULES["loss_options"].get(loss, ()):
             translation.set(f"algorithm.loss_options.{name}", float(value), option, "actor.clip_ratio")
-        translation.excuse(f"the loss {loss} does not read it", option)
     translation.move(
         "actor.loss_agg_mode", "algorithm.loss_aggregation", lambda name: name.replace("-", "_"), default="token-mean"
     )
-    translation.move("actor.loss_scale_factor", "algorithm.loss_scale")
     if translation.config["algorithm"]["loss_aggregation"] == "seq_mean_token_sum_norm":
         scale = translation.config["algorithm"].get("loss_scale", translation.config["rollout"]["max_tokens_per_turn"])
         translation.set("algorithm.loss_scale", scale)
-    translation.move("actor.entropy_coeff", "algorithm.entropy_coef", float)
-    translation.move("actor.ppo_epochs", "algorithm.epochs")
     groups, size = translation.config["batch"]["groups"], options.read("actor.ppo_mini_batch_size", 256)
     translation.set("algorithm.minibatches", max(1, groups // size), "actor.ppo_mini_batch_size")
     _translate_micro_batches(translation)
@@ -271,10 +222,6 @@ def _translate_micro_batches(translation: Translation) -> None:
     tokens = options.read("actor.ppo_max_token_len_per_gpu", 16384) if by_tokens else size * longest
     option = "ppo_max_token_len_per_gpu" if by_tokens else "ppo_micro_batch_size_per_gpu"
     translation.set("batch.max_tokens_per_micro_batch", tokens, f"actor.{option}")
-    translation.excuse(
-        "micro-batches are packed by tokens", "actor.use_dynamic_bsz", "actor.ppo_micro_batch_size_per_gpu",
-        "actor.ppo_max_token_len_per_gpu",
-    )  # fmt: skip
 
 
 def translate_rewards(translation: Translation) -> None:
@@ -300,10 +247,7 @@ def translate_rewards(translation: Translation) -> None:
     scorer = {"score": {"function": "verl", "arguments": arguments}}
     functions = [f"reward.custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")]
     translation.set("rollout.env.config.scorer", scorer, *(functions if path is not None else functions[1:]))
-    translation.move("rollout.multi_turn.max_assistant_turns", "rollout.max_turns")
     manager = options.read("reward.reward_manager.name", options.read("reward.reward_manager", "naive"))
-    for option in ("reward.reward_manager.name", "reward.reward_manager"):
-        translation.excuse("one episode is scored as it ends", option)
     if manager not in ("naive", "batch", "prime"):
         translation.note("reward.reward_manager.name", f"what the manager {manager} adds is written into the scorer")
 
@@ -312,7 +256,7 @@ def translate_critic(translation: Translation) -> None:
     """Translate the critic, which only ``gae`` has."""
     options = translation.options
     if options.read("algorithm.adv_estimator", "gae") != "gae":
-        translation.excuse("without gae there is no critic", *_below(translation, "critic."), "trainer.critic_warmup")
+        translation.excuse("without gae there is no critic", *_below(translation, "critic."))
         return
     critic = f"{_POLICY}.critic"
     translation.set(f"{critic}.kind", "own")
@@ -327,7 +271,6 @@ def translate_teacher(translation: Translation) -> None:
     """Translate on-policy distillation with one teacher."""
     options, section = translation.options, "distillation"
     if not options.read(f"{section}.enabled", False):
-        translation.excuse("distillation is off", *_below(translation, f"{section}."))
         return
     paths = [option for option in _below(translation, f"{section}.teacher_model") if option.endswith(".model_path")]
     translation.set("algorithm.distill.teacher", "teacher", f"{section}.enabled")
@@ -344,7 +287,6 @@ def translate_teacher(translation: Translation) -> None:
         translation.note(
             f"{section}.distillation_loss.loss_mode", f"{mode}: the sampled token's log-ratio is learned from"
         )
-    translation.excuse("of verl's distillation alone", *_below(translation, f"{section}."))
 
 
 def _below(translation: Translation, prefix: str) -> Sequence[str]:

@@ -1,5 +1,5 @@
-"""Environments of other frameworks: reasoning-gym, gem, TextArena, OpenEnv, verifiers."""
+"""Environments of other frameworks: reasoning-gym, verifiers, and what packages register."""
 
-from turnwise.ext.frameworks.foreign.core import ForeignEnv, register_framework, tasks
+from turnwise.ext.frameworks.foreign.core import ForeignEnv, Framework, register_framework, tasks
 
-__all__ = ["ForeignEnv", "register_framework", "tasks"]
+__all__ = ["ForeignEnv", "Framework", "register_framework", "tasks"]

@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import orjson
 
 from turnwise.envs.core import Env, ResetResult, Score, StepResult
 from turnwise.envs.forking import Memo
-from turnwise.envs.registration import register_prefix
+from turnwise.envs.registration import env_class, env_prefixes, register_prefix
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import (
     ConfigError,
@@ -31,6 +32,7 @@ from turnwise.errors import (
     nearest,
     shown,
 )
+from turnwise.ext.frameworks.foreign import inside
 from turnwise.ext.frameworks.foreign.inside.core import Failure, Station, plain
 from turnwise.ext.frameworks.foreign.pool import Worker, WorkerSpec, ask_once, pools
 from turnwise.plugins import load_file
@@ -84,24 +86,16 @@ class Framework:
         """The tested version; empty where none is."""
         return self.requirement.partition("==")[2]
 
+    def env_class(self, name: str) -> type[ForeignEnv]:
+        """Return the class of an environment by its name in the framework. Raises RegistryError if it is empty."""
+        return _named_class(self, name)
+
 
 _FRAMEWORKS: dict[str, Framework] = {
     framework.prefix: framework
     for framework in (
         Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum", has_levels=True),
-        Framework("gem", "gem", "gem-llm==0.1.0", example="game:GuessTheNumber-v0-easy"),
-        Framework("openenv", "openenv", "openenv-core==0.3.0", example="http://127.0.0.1:8000", forks=False),
-        Framework("textarena", "textarena", "textarena==0.7.4", example="GuessTheNumber-v0"),
         Framework("verifiers", "verifiers", "verifiers==0.4.0", example="TASKSET", has_rows=True, forks=False),
-        Framework(
-            "inspect",
-            "inspect_ai",
-            "inspect-ai==0.3.285",
-            example="path/to/file.py@task",
-            has_rows=True,
-            forks=False,
-            apart=True,
-        ),
     )
 }
 
@@ -289,10 +283,14 @@ class ForeignEnv(Env):
             raise EnvError(f"{self.framework.prefix}:{self.env_name}: {error}") from error
 
 
-@functools.cache
 def foreign_class(prefix: str, name: str) -> type[ForeignEnv]:
     """Return the class of an environment by the two parts of its name."""
-    framework = _FRAMEWORKS[prefix]
+    return _FRAMEWORKS[prefix].env_class(name)
+
+
+@functools.cache
+def _named_class(framework: Framework, name: str) -> type[ForeignEnv]:
+    prefix = framework.prefix
     if not name:
         raise RegistryError(f"{prefix!r} needs a name: write {prefix}:{framework.example}")
     return type(
@@ -323,12 +321,14 @@ def _rows_of(env: str, config: Mapping[str, Any]) -> str:
 def framework_of(env: str) -> tuple[Framework, str]:
     """Return the framework and the rest of a name. Raises RegistryError."""
     prefix, _, name = env.partition(":")
-    if prefix not in _FRAMEWORKS or not name:
+    families = env_prefixes()
+    cls = env_class(env) if prefix in families and name else None
+    if cls is None or not issubclass(cls, ForeignEnv):
         raise RegistryError(
-            f"{env!r} is no environment of another framework{nearest(prefix, _FRAMEWORKS)}; such names begin with "
+            f"{env!r} is no environment of another framework{nearest(prefix, families)}; such names begin with "
             f"{', '.join(f'{prefix}:' for prefix in _FRAMEWORKS)}"
         )
-    return _FRAMEWORKS[prefix], name
+    return cls.framework, name
 
 
 def tasks(
@@ -473,6 +473,8 @@ def _warn_of_version(framework: Framework, version: str) -> None:
 def _station(framework: Framework) -> Station:
     """Return the episodes of a framework in this process."""
     if framework.driver.endswith(".py"):
+        # What drivers import where an interpreter of their framework runs them.
+        sys.modules.update({"turnwise_foreign": inside, "turnwise_foreign.core": inside.core})
         return Station(load_file(framework.driver, f"the driver of {framework.prefix!r}"))
     return Station(importlib.import_module(f"turnwise.ext.frameworks.foreign.inside.{framework.driver}"))
 
