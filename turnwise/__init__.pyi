@@ -39,7 +39,6 @@ from turnwise.evaluation.runner import run_eval as run_eval
 from turnwise.evaluation.tables import RunTables as RunTables
 from turnwise.evaluation.tables import read_run as read_run
 from turnwise.ext.checks.environment import check_env as check_env
-from turnwise.ext.frameworks.training_loops import collate_padded as collate_padded
 from turnwise.ext.programs import BlackBoxAgent as BlackBoxAgent
 from turnwise.images import image_part as image_part
 from turnwise.inference.scripted import ScriptedClient as ScriptedClient
@@ -69,6 +68,7 @@ from turnwise.trainer.config.offline import SFTConfig as SFTConfig
 from turnwise.trainer.config.train import TrainConfig as TrainConfig
 from turnwise.trainer.learn.learner import register_engine as register_engine
 from turnwise.trainer.offline.sft import run_sft as run_sft
+from turnwise.trainer.run.export import export_model as export_model
 from turnwise.trainer.run.hooks import Hooks as Hooks
 from turnwise.trainer.train import run_train as run_train
 from turnwise.trajectory import Segment as Segment

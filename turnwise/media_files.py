@@ -99,7 +99,6 @@ class MediaFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._written: set[str] = set()
         self._cached: BoundedCache[bytes] = BoundedCache(_CACHED_BYTES, len)
 
     @classmethod
@@ -109,21 +108,19 @@ class MediaFiles:
 
     def write(self, media: Iterable[Media]) -> None:
         """Write the images that have no file yet; they are on disk on return. Raises DiskError."""
-        fresh = {image.digest: image.data for image in media if image.digest not in self._written}
+        fresh = {image.digest: image.data for image in media if not self._is_written(image)}
         if not fresh:
             return
         with writing(self.folder):
             private_directory(self.folder)
             for digest, data in fresh.items():
-                self._write(digest, data)
+                # Another process may write the same image: then this is the same file once more.
+                replace_file(self.folder / digest, data, secrets.token_hex(4))
             sync_path(self.folder)
-        self._written.update(fresh)
 
-    def _write(self, digest: str, data: bytes) -> None:
-        path = self.folder / digest
-        if not path.exists() or path.stat().st_size != len(data):
-            # Another process may write the same image: then this is the same file once more.
-            replace_file(path, data, secrets.token_hex(4))
+    def _is_written(self, image: Media) -> bool:
+        path = self.folder / image.digest
+        return path.exists() and path.stat().st_size == len(image.data)
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of an image.

@@ -4,7 +4,7 @@ A file (``trajectories.twz``) is a sequence of records: a head of 21 bytes, then
 has, little-endian,
 
 - ``mark`` (4 bytes): ``TWZ`` and the version of the layout
-- ``kind`` (1 byte): ``T`` for a trajectory, ``D`` for a dictionary of later frames, ``V`` for a void trajectory
+- ``kind`` (1 byte): ``T`` for a trajectory, ``D`` for a dictionary of later frames, ``V`` for a void one, overwritten
 - ``length`` (uint32): bytes of the frame
 - ``crc`` (uint32): crc32 of ``length``, ``dictionary`` and the frame
 - ``dictionary`` (uint64): offset of the dictionary's record plus 1; 0 for none
@@ -144,7 +144,7 @@ class _Records:
         if length > self.size - offset:
             return None
         frame = os.pread(self.file, length, offset + _HEAD.size)
-        if kind not in (b"T", b"D", b"V") or len(frame) < length or _crc(length, dictionary, frame) != crc:
+        if len(frame) < length or not (kind == b"V" or (kind in b"TD" and _crc(length, dictionary, frame) == crc)):
             return None
         return _Record(RecordLocation(offset, _HEAD.size + length, crc), kind, dictionary, frame)
 
@@ -312,9 +312,6 @@ class _Index:
         path = index_path(records.path)
         data = path.read_bytes() if path.exists() else b""
         self.lines = data[: data.rfind(b"\n") + 1].splitlines()
-        # A void trajectory has a line with its offset alone.
-        if void := tuple(b"%b," % line[:-1] for line in self.lines if b"," not in line):
-            self.lines = [line for line in self.lines if b"," in line and not line.startswith(void)]
         self.end = 0
         while self.lines:
             if (end := _end_of(records, self.lines[-1])) is not None:
@@ -392,6 +389,7 @@ class TrajectoryWriter:
 
     Attributes:
         torn: Bytes that were cut off.
+        has_dictionary: Whether a dictionary is made; without one, a record holds nothing of other trajectories.
     """
 
     def __init__(self, path: Path, *, index: bool = True) -> None:
@@ -400,7 +398,7 @@ class TrajectoryWriter:
             private_directory(path.parent)
             self._file = private_opener(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._records = _Records(self._file, path)
-        self._closed = False
+        self._closed, self.has_dictionary = False, index
         self._lock = threading.Lock()
         self._samples: list[bytes] = []
         self._dictionary, self._compressor = 0, zstandard.ZstdCompressor(level=_LEVEL)
@@ -426,7 +424,7 @@ class TrajectoryWriter:
         """Append one trajectory, whole or not at all. Raises FormatError or DiskError."""
         parts = _frame_parts(pack_trajectory(trajectory, self._records.images.write))
         with self._lock:
-            if not self._dictionary and self._index is not None:
+            if not self._dictionary and self.has_dictionary:
                 self._collect_sample(parts)
             stream = self._compressor.compressobj(size=sum(map(len, parts)))
             frame = bytearray()
@@ -464,14 +462,15 @@ class TrajectoryWriter:
                 self._dictionary, self._compressor = 0, zstandard.ZstdCompressor(level=_LEVEL)
 
     def invalidate(self, location: RecordLocation) -> None:
-        """Mark a trajectory as void, so that it can be written again."""
-        with self._lock:
-            # Not through the descriptor of the file: what is open for appending writes at its end.
-            with self.path.open("r+b") as file:
-                file.seek(location.offset + len(_MARK))
-                file.write(b"V")
+        """Mark a trajectory as void, and overwrite it; it can be written again. Raises DiskError."""
+        # Not through the descriptor of the file: what is open for appending writes at its end.
+        with self._lock, writing(self.path), self.path.open("r+b", buffering=0) as file:
+            for begins, data in ((len(_MARK), b"V"), (_HEAD.size, bytes(location.length - _HEAD.size))):
+                os.pwrite(file.fileno(), data, location.offset + begins)
+                os.fsync(file.fileno())
             if self._index is not None:
-                self._index.append(orjson.dumps([location.offset]))
+                line = b"[%d," % location.offset
+                self._write_index([other for other in _Index(self._records).lines if not other.startswith(line)])
 
     def sync(self) -> None:
         """Flush to disk (fsync)."""

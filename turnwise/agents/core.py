@@ -17,12 +17,12 @@ from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, call_env, fork_env, in_thread, score_env, step_env
 from turnwise.envs.results import agent_parts
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, TurnwiseError
+from turnwise.errors import AgentError, BudgetExceeded, EnvError, InferenceError, SandboxError, TurnwiseError
 from turnwise.recorder.session import Session
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.tasks.core import Task
 from turnwise.tools.response import CountTokens, call_counts
-from turnwise.types import Message, StopReason, ToolCall, ToolSchema
+from turnwise.types import Message, SamplingParams, StopReason, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from turnwise.gateway.local import SessionEndpoint
@@ -88,6 +88,7 @@ class EpisodeHost:
         open_session: Opens a session, of a name and a policy.
         open_endpoint: Serves a session's model endpoint; None without a gateway.
         open_fork: Forks the episode; None where its agent cannot.
+        open_judge: Opens a session of a frozen policy for a judgement; None where there are no policies.
         list_turns: Returns a session's turn ids; the recorder may be remote.
         executor: Runs sync tools and blocking environments.
     """
@@ -95,6 +96,7 @@ class EpisodeHost:
     open_session: OpenSession
     open_endpoint: OpenEndpoint | None = None
     open_fork: OpenFork | None = None
+    open_judge: Callable[[str, SamplingParams], Session] | None = None
     list_turns: ListTurns = recorded_turns
     executor: Executor | None = None
 
@@ -140,6 +142,7 @@ class Episode:
         self._clear_notes()
         self._env = env
         env.main_session = lambda: self._sessions.get("main")
+        env.open_judge = host.open_judge
         self._host = host
         self.list_turns = host.list_turns
         self._env_calls = 0
@@ -455,7 +458,7 @@ class Episode:
         try:
             with contextlib.nullcontext() if record is None else record.env_call():
                 result = await function(self._env, action, executor=self._host.executor)
-        except (EnvError, SandboxError) as error:
+        except (EnvError, InferenceError, SandboxError) as error:
             self._failure = error
             raise
         finally:

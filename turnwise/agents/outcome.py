@@ -42,33 +42,18 @@ def current_episode() -> Episode:
     return episode
 
 
-def emit_reward(reward: SupportsFloat | Mapping[str, SupportsFloat], *, primary_key: str | None = None) -> None:
+def emit_reward(reward: SupportsFloat) -> None:
     """Reward the agent's last turn, or the episode before its first turn.
 
     Rewards add up with each other and with the return value, and replace the environment's score.
 
-    Args:
-        reward: A number, or named ones: ``primary_key`` is the reward, the others are metrics.
-        primary_key: Name of the reward.
-
     Raises:
-        AgentError: No episode is current, or a number is not finite.
+        AgentError: No episode is current, or it is no finite number.
     """
     episode = current_episode()
     main = episode.sessions.get("main")
     last_message = None if main is None else main.last
-    turn = None if last_message is None else last_message["turn_id"]
-    if not isinstance(reward, Mapping):
-        episode.reward(_number(reward, "emit_reward"), turn)
-        return
-    if primary_key not in reward:
-        names = ", ".join(map(repr, reward))
-        raise AgentError(f"emit_reward: primary_key is {primary_key!r}: it must be one of {names or 'no names at all'}")
-    for name, value in reward.items():
-        if name == primary_key:
-            episode.reward(_number(value, f"emit_reward: {name!r}"), turn, name=name)
-        else:
-            episode.count({name: _number(value, f"emit_reward: {name!r}")}, turn)
+    episode.reward(_number(reward, "emit_reward"), None if last_message is None else last_message["turn_id"])
 
 
 async def apply_result(episode: Episode, result: object) -> None:

@@ -9,10 +9,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Literal
 
-from turnwise.errors import AgentError, ConfigError, shown
+from turnwise.errors import AgentError, ConfigError, nearest, shown
 
 MAIN: Final = "main"
 """The policy of roles that ``rollout.roles`` does not map."""
+
+JUDGES: Final = "reward"
+"""The role of sessions in which a frozen policy judges."""
 
 Compare = Literal["role", "agent", "together"]
 """Whose rewards a session's reward is compared with, within the group of its task."""
@@ -43,6 +46,16 @@ def check_played(agents: Iterable[str], roles: Mapping[str, str], policies: Coll
                 f"rollout.roles: the environment's agent {agent!r} has the policy {policy!r}, which does not exist: "
                 f"map the role {role_of(agent)!r} to one of {', '.join(policies)}"
             )
+
+
+def check_judge(policy: str, frozen: Collection[str], where: str) -> None:
+    """Check that the policy of a judge, which the key ``where`` names, is frozen. Raises ConfigError."""
+    if policy not in frozen:
+        raise ConfigError(
+            f"{where} is {policy!r}, which is not in rollout.frozen{nearest(policy, frozen)}: add "
+            f"rollout.frozen.{policy} with model, the directory of a model; a trained policy cannot "
+            "judge, since its grades would change with it"
+        )
 
 
 def check_name(agent: str) -> str:

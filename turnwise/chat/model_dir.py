@@ -77,8 +77,8 @@ def _gguf_only(path: Path) -> str | None:
     if not single and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
         return None
     return (
-        f"holds its weights as GGUF only, which is neither trained nor served: convert it once with turnwise "
-        f"convert-gguf {path} DIR, and name DIR"
+        "holds its weights as GGUF only, which is neither trained nor served: name a copy with safetensors, or "
+        f"convert it once with python examples/smollm2/conversion.py {path} DIR, and name DIR"
     )
 
 

@@ -19,7 +19,8 @@ import typer
 
 from turnwise.append_file import raise_file_limit
 from turnwise.cli import envs, evaluation, runs, serve, train
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.cli.options import CommandResult, with_json
+from turnwise.errors import ConfigError, MissingExtraError, TurnwiseError
 from turnwise.inference.guard.turnwise_guard import control_key
 from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
@@ -35,20 +36,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.train)
-app.command("submit")(train.submit)
-app.command("plan")(train.plan)
-app.command("sft")(train.sft)
-app.command("eval")(evaluation.evaluate)
-app.command("export")(runs.export)
+app.command("train")(with_json(train.train))
+app.command("plan")(with_json(train.plan))
+app.command("sft")(with_json(train.sft))
+app.command("eval")(with_json(evaluation.evaluate))
+app.command("export")(with_json(runs.export))
 app.command("serve")(serve.serve)
 app.command("gateway")(serve.gateway)
 app.command("runner")(serve.runner)
-app.command("compare")(runs.compare)
-app.command("view")(runs.view)
-app.command("audit")(runs.audit)
+app.command("compare")(with_json(runs.compare))
+app.command("view")(with_json(runs.view))
+app.command("audit")(with_json(runs.audit))
 app.add_typer(envs.app, name="envs")
-app.command("init")(envs.init)
+app.command("init")(with_json(envs.init))
 
 
 def _add_plugged_in_commands() -> None:
@@ -69,7 +69,7 @@ def _add_plugged_in_commands() -> None:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name)(with_json(command))
 
 
 def _raising_command(error: ConfigError) -> Callable[[], None]:
@@ -90,9 +90,11 @@ except ConfigError as error:  # importing this module must not fail: the command
 
 
 @app.command("version")
-def _version() -> None:
+@with_json
+def _version() -> CommandResult:
     """Print the version."""
     typer.echo(f"turnwise {__version__}")
+    return CommandResult({"version": __version__})
 
 
 @app.callback()
@@ -186,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if debug:
             raise
         _print_error(error)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if debug or error.name not in ("torch", "transformers", "safetensors"):
+            raise
+        _print_error(MissingExtraError(error.name, "train", "this command"))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

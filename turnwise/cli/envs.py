@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from turnwise.cli.options import (
+    AsJson,
+    CommandResult,
     ConstructorArguments,
     EnvReference,
     EnvTasks,
@@ -18,6 +20,7 @@ from turnwise.cli.options import (
     MCPServers,
     ToolConfig,
     env_spec,
+    with_json,
 )
 from turnwise.plugins import load_object, references
 
@@ -35,9 +38,7 @@ app = typer.Typer(help="List environments; `turnwise envs show NAME` prints one 
 
 
 @app.callback(invoke_without_command=True)
-def envs(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False
-) -> None:
+def envs(context: typer.Context, as_json: AsJson = False) -> None:
     """List the registered environments: those of the package, of installed plugins and of your extensions."""
     if context.invoked_subcommand is not None:
         return
@@ -69,6 +70,7 @@ def envs(
 
 
 @app.command("show")
+@with_json
 def show(
     env: EnvReference,
     config: ConstructorArguments = None,
@@ -82,7 +84,8 @@ def show(
             "--check/--no-check", help="Also run the environment checker, on a few tasks (turnwise check-env: all)."
         ),
     ] = True,
-) -> None:
+    as_json: AsJson = False,
+) -> CommandResult:
     """Print an environment: configuration, tools, tasks, its first observation, and what the checker finds."""
     import asyncio
 
@@ -95,19 +98,21 @@ def show(
     info = describe(env)
     if info.problem:
         raise RegistryError(info.problem)
-    console = Console()
+    console = Console(quiet=as_json)
     spec = env_spec(env, config, functions, tool_config, mcp)
     _print_info(info, tasks or default_task_source(env, spec.config), console)
-    _print_observation(asyncio.run(first_observation(spec, tasks)), console)
-    if not check:
-        return
+    first = asyncio.run(first_observation(spec, tasks))
+    _print_observation(first, console)
+    result = info.to_json() | first.to_json()
     command = references("commands").get("check-env")
-    if command is not None:
-        console.print()
-        # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
-        load_object(command, "command")(
-            env, config, tasks, CHECKED_TASKS, functions=functions, tool_config=tool_config, mcp=mcp
-        )
+    if not check or command is None:
+        return CommandResult(result)
+    console.print()
+    # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
+    checked: CommandResult = load_object(command, "command")(
+        env, config, tasks, CHECKED_TASKS, functions=functions, tool_config=tool_config, mcp=mcp
+    )
+    return CommandResult(result | {"check": checked.values}, checked.failed)
 
 
 def _print_info(info: EnvInfo, source: str | None, console: Console) -> None:
@@ -154,7 +159,7 @@ def init(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The project's directory; by default ./NAME.", show_default=False)
     ] = None,
-) -> None:
+) -> CommandResult:
     """Begin a package for a new environment: environment, tasks, reward, tests, configuration, README and CI file."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -173,9 +178,11 @@ def init(
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    names = templates.list_templates()
-    for template in names:
+    files: list[Path] = []
+    for template in templates.list_templates():
         file = folder / template.removesuffix(".jinja").replace("PACKAGE", package).replace("dot-", ".")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(templates.get_template(template).render(words), encoding="utf-8")
-    typer.echo(f"{folder}: {len(names)} files; begin with its README.md and src/{package}/env.py")
+        files.append(file)
+    typer.echo(f"{folder}: {len(files)} files; begin with its README.md and src/{package}/env.py")
+    return CommandResult({"folder": folder, "files": files})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turnwise.cli.options import Overrides, as_overrides
+from turnwise.cli.options import CommandResult, Overrides, as_overrides
 
 if TYPE_CHECKING:
     from turnwise.evaluation.config import EvalConfig
@@ -53,7 +53,7 @@ def evaluate(
     fail_under: Annotated[
         float | None, typer.Option("--fail-under", min=0.0, max=1.0, help="Exit with 1 if success is below this.")
     ] = None,
-) -> None:
+) -> CommandResult:
     """Evaluate a model on an environment: success with its standard error, turns, tool errors, stop reasons."""
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
@@ -77,15 +77,14 @@ def evaluate(
         "out": out,
     }
     if env is not None and ("," in env or env.endswith((".yaml", ".yml"))):
-        _evaluate_suite(env, options, keys, config, fail_under)
-        return
-    result = _evaluate(load_config(EvalConfig, config, [*as_overrides(options), *keys]))
-    _fail_below({"": result.to_json()}, fail_under)
+        return _evaluate_suite(env, options, keys, config, fail_under)
+    result = _evaluate(load_config(EvalConfig, config, [*as_overrides(options), *keys])).to_json()
+    return CommandResult(result, failed=_below({"": result}, fail_under))
 
 
 def _evaluate_suite(
     env: str, options: dict[str, Any], keys: list[str], config: Path | None, fail_under: float | None
-) -> None:
+) -> CommandResult:
     """Evaluate a suite's file, or several environments with the settings of the command line."""
     from turnwise.errors import ConfigError
     from turnwise.evaluation.suite import load_suite, run_suite
@@ -103,13 +102,13 @@ def _evaluate_suite(
         evaluations = {name: {"rollout": {"env": {"name": name}}} for name in names}
         suite = load_suite(None, defaults, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
     rows = run_suite(suite, _evaluate)
-    _fail_below({f" of {row.model} on {row.evaluation}": row.figures for row in rows}, fail_under)
-    if any(row.error is not None for row in rows):
-        raise typer.Exit(1)
+    result = {"out": suite.out, "evaluations": [row.to_json() for row in rows]}
+    below = _below({f" of {row.model} on {row.evaluation}": row.figures for row in rows}, fail_under)
+    return CommandResult(result, failed=below or any(row.error is not None for row in rows))
 
 
-def _fail_below(results: Mapping[str, Mapping[str, Any]], success: float | None) -> None:
-    """Exit with 1 where a success rate is below a threshold; ``results`` are summaries by what they are of."""
+def _below(results: Mapping[str, Mapping[str, Any]], success: float | None) -> bool:
+    """Print which success rates are below a threshold, if any; ``results`` are summaries by what they are of."""
     from turnwise.evaluation.metrics import rates_below
 
     shortfalls = [
@@ -119,8 +118,7 @@ def _fail_below(results: Mapping[str, Mapping[str, Any]], success: float | None)
     ]
     for shortfall in shortfalls:
         typer.secho(shortfall, fg="red", err=True)
-    if shortfalls:
-        raise typer.Exit(1)
+    return bool(shortfalls)
 
 
 def _evaluate(config: EvalConfig) -> EvalResult:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from turnwise.cli.options import AsJson, CommandResult
 
 
 def view(
@@ -17,11 +18,16 @@ def view(
     partition: Annotated[str | None, typer.Option("--partition", help="Only this partition: train or val.")] = None,
     number: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of trajectories, newest last.")] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", help="Also show ids, logprobs and weight versions.")] = False,
-) -> None:
+    as_json: AsJson = False,
+) -> CommandResult:
     """Show trajectories: messages, tool calls, rewards, forks and stop reasons."""
-    from turnwise.evaluation.view import Selection, show
+    from rich.console import Console
 
-    show(source, Selection(task=task, trajectory=trajectory, partition=partition, number=number), tokens=tokens)
+    from turnwise.evaluation.view import Selection, show, trajectory_values
+
+    selection = Selection(task=task, trajectory=trajectory, partition=partition, number=number)
+    trajectories = show(source, selection, tokens=tokens, console=Console(quiet=as_json))
+    return CommandResult([trajectory_values(entry, tokens=tokens) for entry in trajectories])
 
 
 def audit(
@@ -38,22 +44,30 @@ def audit(
     check: Annotated[
         Path | None, typer.Option(help="Verify a certificate again, with its own settings.", show_default=False)
     ] = None,
-) -> None:
+) -> CommandResult:
     """Verify from a run's files that tokens were recorded and trained exactly; exit 1 on a contradiction."""
+    from rich.console import Console
+
     from turnwise.trainer.run.audit import audit_run
 
     if certificate is not None or check is not None:
         # Its module brings torch, which an audit without recomputing does not need.
-        from turnwise.trainer.run.certificate import audit_certified
+        from turnwise.trainer.run.certificate import audit_certified, read_certificate
 
         differences = audit_certified(run, recompute=recompute, at_most=at_most, certificate=certificate, check=check)
         for line in differences:
             typer.echo(f"✗ {line}", err=True)
-        if differences:
-            raise typer.Exit(1)
-        typer.echo(f"wrote {certificate}" if check is None else f"✓ {check} holds: the run proves all of it again")
-    elif not audit_run(run, recompute=recompute, at_most=at_most).sound:
-        raise typer.Exit(1)
+        result = {"sound": True, "differences": differences}
+        if certificate is not None:
+            result["certificate"] = read_certificate(certificate)
+            typer.echo(f"wrote {certificate}")
+        if check is not None and not differences:
+            typer.echo(f"✓ {check} holds: the run proves all of it again")
+        return CommandResult(result, failed=bool(differences))
+    report = audit_run(run, recompute=recompute, at_most=at_most, console=Console())
+    result = {"sound": report.sound, "contradictions": report.contradictions}
+    result |= {"counts": report.counts, "figures": report.figures, "unchecked": report.unchecked}
+    return CommandResult(result, failed=not report.sound)
 
 
 def compare(
@@ -68,8 +82,7 @@ def compare(
         typer.Option("--part", help="Sampled or greedy episodes; by default sampled ones, if any."),
     ] = None,
     number: Annotated[int, typer.Option("--n", "-n", min=0, help="Most tasks listed of each kind of change.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead, with all changed tasks.")] = False,
-) -> None:
+) -> CommandResult:
     """Compare two evaluations task by task: difference, 95 % interval, paired test, tasks that changed sides."""
     from rich.console import Console
 
@@ -80,15 +93,13 @@ def compare(
         compare(*(read_scores(folder, metric=name, part=part) for folder in (before, after)))
         for name in (("success", "reward") if metric is None else (metric,))
     ]
-    if as_json:
-        typer.echo(json.dumps(comparisons[0].to_json()))
-        return
     first, last = comparisons[0], comparisons[-1]
     if replace(last, metric=first.metric, gained=first.gained, lost=first.lost) == first:
         # Where each reward is 0 or 1 they have the same figures.
         comparisons = [replace(first, metric=" and ".join(dict.fromkeys((first.metric, last.metric))))]
     for comparison in comparisons:
         print_table(Console(), comparison_table(comparison, (str(before), str(after)), limit=number))
+    return CommandResult(first.to_json())
 
 
 def export(
@@ -97,8 +108,8 @@ def export(
         Path, typer.Argument(help="Output file or directory; it must be missing (a model's may be empty).")
     ],
     to: Annotated[
-        Literal["model", "jsonl", "sft", "preference", "csv", "parquet", "hf"],
-        typer.Option("--to", help="A model, or the run's trajectories: conversations, a dataset, tables."),
+        Literal["model", "jsonl", "sft", "preference"],
+        typer.Option("--to", help="A model, or the run's conversations."),
     ] = "model",
     step: Annotated[
         int | None, typer.Option("--step", help="Export the run's checkpoint of this step; by default the newest.")
@@ -117,7 +128,7 @@ def export(
     best_per_task: Annotated[
         int | None, typer.Option("--best-per-task", min=1, help="Most conversations of a task, best first.")
     ] = None,
-) -> None:
+) -> CommandResult:
     """Export a model in Hugging Face format (adapters merged), a run's trajectories, or a run (to FILE.turnwise)."""
     from turnwise.errors import ConfigError
     from turnwise.plugins import load_object, references
@@ -132,14 +143,15 @@ def export(
     if to == "model" and (pack := references("run_files").get(target.suffix.removeprefix("."))):
         load_object(pack, "run file")(source, target)
         typer.echo(f"{target}: the run {source}; turnwise reproduce {target}")
-        return
+        return CommandResult({"target": target, "run": source})
     if to == "model":
         from turnwise.trainer.run.export import export_model
 
         checkpoint = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
         typer.echo(f"{target} (from {checkpoint})")
-        return
+        return CommandResult({"target": target, "checkpoint": checkpoint})
     from turnwise.evaluation.export import Choice, export_run
 
     count = export_run(source, target, to, Choice(partition, policy, min_reward, best_per_task))
-    typer.echo(f"{target}: {count} {'episodes' if to in ('csv', 'parquet') else 'conversations'} of {source}")
+    typer.echo(f"{target}: {count} conversations of {source}")
+    return CommandResult({"target": target, "run": source, "conversations": count})

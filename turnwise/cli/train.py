@@ -1,14 +1,15 @@
-"""The commands that train: ``turnwise train``, ``submit``, ``plan`` and ``sft``."""
+"""The commands that train: ``turnwise train``, ``plan`` and ``sft``."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from turnwise.cli.options import Overrides, as_overrides
+from turnwise.cli.options import CommandResult, Overrides, as_overrides
 from turnwise.plugins import without_collections
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything the run needs, print its plan and exit; writes nothing.")
     ] = False,
     cluster: ClusterFile = None,
-) -> None:
+) -> CommandResult:
     """Train a policy with reinforcement learning; resumes from the last checkpoint if there is one."""
     from turnwise.config import load_config
     from turnwise.envs.registration import run_name
@@ -74,12 +75,11 @@ def train(
         raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
     if dry:
         has_cluster = cluster is not None or bool(cluster_keys)
-        _dry_run(checked, fresh, _cluster_config(cluster, cluster_keys) if has_cluster else None)
-        return
-    _run(checked, fresh, resume_step)
+        return _dry_run(checked, fresh, _cluster_config(cluster, cluster_keys) if has_cluster else None)
+    return _run(checked, fresh, resume_step)
 
 
-def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
+def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> CommandResult:
     with without_collections():
         from turnwise.inference.builtin import forked_servers
         from turnwise.trainer.train import run_train
@@ -90,7 +90,7 @@ def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
         server_configs = [checked.of_policy(name).inference for name in checked.served]
         server_configs += [policy.inference for policy in frozen]
     with forked_servers(server_configs):
-        run_train(checked, fresh=fresh, resume_step=resume_step)
+        return CommandResult(asdict(run_train(checked, fresh=fresh, resume_step=resume_step)))
 
 
 def _is_file(argument: str) -> bool:
@@ -127,7 +127,7 @@ def plan(
     config: Annotated[Path, typer.Argument(help="YAML configuration file of a run.", show_default=False)],
     overrides: Overrides = None,
     cluster: ClusterFile = None,
-) -> None:
+) -> CommandResult:
     """Estimate the memory of each device of a run on a cluster, such as cluster.device=h100 cluster.count=8."""
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
@@ -142,15 +142,13 @@ def plan(
     files = [str(config), *filter(_is_file, arguments)]
     checked = load_config(TrainConfig, files, list(filterfalse(_is_file, arguments)))
     run_plan = Plan(checked, _cluster_config(cluster, cluster_keys))
-    for line in run_plan.lines():
+    result = {"plan": list(run_plan.lines()), "problems": run_plan.problems()}
+    for line in (*result["plan"], *(f"problem: {problem}" for problem in result["problems"])):
         typer.echo(line)
-    if problems := run_plan.problems():
-        for problem in problems:
-            typer.echo(f"problem: {problem}")
-        raise typer.Exit(1)
+    return CommandResult(result, failed=bool(result["problems"]))
 
 
-def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) -> None:
+def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) -> CommandResult:
     import asyncio
 
     from rich.console import Console
@@ -169,57 +167,13 @@ def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) ->
     failed = sum(check.outcome == "failed" for check in report.checks)
     verdict = "ready to start" if report.ok else f"{failed} of {len(report.checks)} checks failed, the run cannot start"
     console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if report.ok else "bold red"))
-    if not report.ok:
-        raise typer.Exit(1)
+    return CommandResult({"name": config.name, "ok": report.ok, **asdict(report)}, failed=not report.ok)
 
 
-def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None) -> CommandResult:
     """Fine-tune a model on demonstrations, or on recorded trajectories (rejection sampling)."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import SFTConfig
     from turnwise.trainer.offline.sft import run_sft
 
-    run_sft(load_config(SFTConfig, config, overrides or ()))
-
-
-def submit(
-    config: Annotated[Path, typer.Argument(help="YAML configuration file of a run, inside the folder that is copied.")],
-    overrides: Overrides = None,
-    address: Annotated[
-        str, typer.Option("--address", help="Dashboard of the cluster.", envvar="RAY_DASHBOARD_ADDRESS")
-    ] = "http://127.0.0.1:8265",
-    folder: Annotated[
-        Path | None,
-        typer.Option("--working-dir", help="Folder that is copied to the nodes; default: that of the file."),
-    ] = None,
-    python: Annotated[str, typer.Option("--python", help="Interpreter on the nodes.")] = "python",
-    wait: Annotated[bool, typer.Option("--wait", help="Show the job's output to its end, and fail with it.")] = False,
-) -> None:
-    """Train as a job of a Ray cluster: the run's driver is on one of its nodes, and outlives this command."""
-    import asyncio
-    import sys
-
-    from turnwise.config import load_config
-    from turnwise.errors import ConfigError
-    from turnwise.placement.ray_jobs import RayJob
-    from turnwise.trainer.config.train import TrainConfig
-
-    arguments = ["placement=ray", "ray.address=auto", *(overrides or ())]
-    files = [config, *map(Path, filter(_is_file, arguments))]
-    keys = list(filterfalse(_is_file, arguments))
-    checked = load_config(TrainConfig, files, keys)
-    home = (folder or config.parent).absolute()
-    outside = [file for file in files if not file.absolute().is_relative_to(home)]
-    if outside:
-        raise ConfigError(
-            f"{outside[0]} is outside of {home}, which is copied to the nodes: give --working-dir above it"
-        )
-    relative = [str(file.absolute().relative_to(home)) for file in files]
-    # Relative paths of keys would be taken from the copy on the node.
-    runs = [] if any(key.startswith("runs=") for key in keys) else [f"runs={checked.runs.absolute()}"]
-    command = [python, "-m", "turnwise", "train", *relative, *keys, *runs]
-    job = RayJob(address, command, home, checked.ray.runtime_env)
-    typer.echo(f"job {job.id}; its run directory is {checked.runs.absolute() / checked.name}")
-    typer.echo(f"ray job logs --address {address} --follow {job.id}")
-    if wait:
-        asyncio.run(job.follow(sys.stdout.write))
+    return CommandResult(asdict(run_sft(load_config(SFTConfig, config, overrides or ()))))

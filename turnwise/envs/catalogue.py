@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import EnvSpec, env_class, env_names
 from turnwise.errors import TurnwiseError, shown
-from turnwise.tasks.core import Task
+from turnwise.tasks.core import Task, message_record
 from turnwise.tasks.reader import iter_tasks
 from turnwise.tools.core import as_tool
 from turnwise.types import Message, ToolSchema
@@ -62,6 +62,13 @@ class FirstObservation:
     messages: Sequence[Message] = field(default=())
     tools: Sequence[ToolSchema] = field(default=())
     agents: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return task, messages, schemas and number of agents as JSON values."""
+        task = None if self.task is None else self.task.to_record()
+        messages = [message_record(message) for message in self.messages]
+        offered = [schema.to_json() for schema in self.tools]
+        return {"task": task, "messages": messages, "schemas": offered, "agents": self.agents}
 
 
 def describe(name: str) -> EnvInfo:

@@ -33,7 +33,7 @@ from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.execute import ToolThreads, default_threads, guarded
 from turnwise.tools.response import CountTokens, ToolResponse
 from turnwise.tools.secrets import Secret, Secrets
-from turnwise.types import Message, ToolCall, ToolSchema
+from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from turnwise.recorder.session import Session
@@ -91,6 +91,7 @@ class Env(SandboxOwner):
         executor: Source of threads, set by the runner.
         count_tokens: Counts the model's tokens of a text, set by the runner; None without a model.
         main_session: Returns the main session of the episode, None before its first request; set by the episode.
+        open_judge: Opens a session of a frozen policy for one judgement; set by the episode, None without policies.
         lost_thread: Whether an abandoned tool or method still runs in its thread: the environment must not be reused.
         pending_score: A scoring in progress; kept here, since its waiter may be cancelled, and ``score`` runs once.
         conversation: The episode's messages that passed through :func:`step_env` and :func:`call_env`, for reward
@@ -112,6 +113,7 @@ class Env(SandboxOwner):
     executor: Executor | None = None
     count_tokens: CountTokens | None = None
     main_session: Callable[[], Session | None] | None = None
+    open_judge: Callable[[str, SamplingParams], Session] | None = None
     lost_thread: bool = False
     pending_score: asyncio.Future[ScoreParts] | None = None
     conversation: Sequence[Message] = ()

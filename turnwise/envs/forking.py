@@ -26,7 +26,7 @@ from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall
 
 SHARED: Final = frozenset(
-    {"executor", "count_tokens", "main_session", "sandboxes", "guest_mounts", "secrets", "loaded_tools"}
+    {"executor", "count_tokens", "main_session", "open_judge", "sandboxes", "guest_mounts", "secrets", "loaded_tools"}
     | {"_own_manager", "_maker"}
 )
 """Attributes of the base classes that a fork has in common with its original: none of them changes in an episode."""

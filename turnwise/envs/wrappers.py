@@ -80,6 +80,7 @@ class Wrapper(Env):
     executor: Executor | None = _forward(writable=True)
     count_tokens: CountTokens | None = _forward(writable=True)
     main_session: Callable[[], Any] | None = _forward(writable=True)
+    open_judge: Callable[..., Any] | None = _forward(writable=True)
     sandboxes: SandboxManager | None = _forward(writable=True)
     guest_mounts: tuple[Mount, ...] = _forward(writable=True)
     lost_thread: bool = _forward(writable=True)

@@ -173,8 +173,7 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
     if before.metric == "success" and thresholds[0] != thresholds[1]:
         raise FormatError(
             f"a success of {before.name} has a reward of at least {thresholds[0]:g}, one of {after.name} "
-            f"{thresholds[1]:g} (success_reward): compare their rewards with --metric reward, or rescore one "
-            "with the other's"
+            f"{thresholds[1]:g} (success_reward): compare their rewards with --metric reward"
         )
     tasks = sorted(before.means.keys() & after.means.keys(), key=natural_order)
     if not tasks:

@@ -88,8 +88,6 @@ def is_complete(summary: Path) -> bool:
 
 
 _PARTS = ("sampled", "greedy")
-RESCORED = "rescore.json"
-"""In the directory of a rescoring: source, scorer and tasks, by which an interrupted command is continued."""
 
 # What decides how fast episodes are, or how many of them there are, and not what they are.
 _FREE = (
@@ -122,20 +120,19 @@ def _differing_keys(file: Path, config: EvalConfig) -> list[str]:
 def success_rule(folder: Path) -> tuple[float, str | None]:
     """Return the minimum reward of a success in a run's directory, and the role whose reward counts.
 
-    They are those of its ``config.yaml`` or ``rescore.json``, else 1 and None. A training run names them for its
-    evaluations only: its minimum holds for all of its episodes, its role for none.
+    They are those of its ``config.yaml``, else 1 and None. A training run names them for its evaluations only: its
+    minimum holds for all of its episodes, its role for none.
     """
-    for name in ("config.yaml", RESCORED):
-        try:
-            content = read_yaml((folder / name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
-            continue
-        plan = content if isinstance(content, dict) else {}
-        role, section = plan.get("role"), plan.get("eval")
-        in_section = section.get("success_reward") if isinstance(section, dict) else None
-        for minimum in (plan.get("success_reward"), in_section):
-            if isinstance(minimum, (int, float)):
-                return float(minimum), role if isinstance(role, str) else None
+    try:
+        content = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
+        return 1.0, None
+    plan = content if isinstance(content, dict) else {}
+    role, section = plan.get("role"), plan.get("eval")
+    in_section = section.get("success_reward") if isinstance(section, dict) else None
+    for minimum in (plan.get("success_reward"), in_section):
+        if isinstance(minimum, (int, float)):
+            return float(minimum), role if isinstance(role, str) else None
     return 1.0, None
 
 

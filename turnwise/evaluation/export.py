@@ -1,14 +1,12 @@
-"""Exports of a run's trajectories: conversations for other programs, and tables."""
+"""Exports of a run's trajectories: conversations for other programs."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +15,12 @@ from typing import Any, Literal, TypeAlias
 import orjson
 
 from turnwise.errors import ConfigError, FormatError
-from turnwise.evaluation.tables import RunTables, read_run, run_file
+from turnwise.evaluation.tables import run_file
 from turnwise.recorder.branches import branch_trajectories, selected_branch
 from turnwise.trajectory import Trajectory, messages_of
 from turnwise.trajectory_file import effective_trajectories
 
-Format: TypeAlias = Literal["jsonl", "sft", "preference", "csv", "parquet", "hf"]
-TABLES = ("episodes", "turns", "tool_calls", "tokens")
+Format: TypeAlias = Literal["jsonl", "sft", "preference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +73,30 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     agent, policy, branch (its place among the trajectory's), reward, rewards by name, stop_reason, error, tools and
     messages, both in OpenAI's form. ``sft`` has messages and tools alone, of trajectories without an error: what
     ``turnwise sft`` and other trainers read. ``preference`` has prompt, chosen, rejected and tools, of two such
-    trajectories: see :func:`preference_pairs`. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
-    partition, that ``datasets.load_dataset`` reads. ``csv`` is the table of episodes, ``parquet`` a folder with the
-    four tables of :class:`turnwise.evaluation.tables.RunTables`.
+    trajectories: see :func:`preference_pairs`. ``datasets.load_dataset("json")`` reads all three; tables come from
+    :func:`turnwise.evaluation.tables.read_run`.
 
     Args:
         source: A run directory, or a file of trajectories.
         target: File or folder to write; must be missing.
         form: The format.
-        choice: Which trajectories; all without one. Tables know partitions only.
+        choice: Which trajectories; all without one.
 
     Returns:
-        The number of conversations or, for tables, of episodes.
+        The number of conversations.
 
     Raises:
-        ConfigError: The target exists or cannot be written, nothing is chosen, a table is asked for with a choice that
-            it cannot make, or a package is missing.
+        ConfigError: The target exists or cannot be written, or nothing is chosen.
         FormatError: There is no such file, or it is damaged.
     """
     choice = choice or Choice()
     file = run_file(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a file or folder that does not")
-    if form in ("csv", "parquet") and choice != Choice(choice.partition):
-        raise ConfigError(
-            f"--to {form} writes tables, which are filtered by their reader: leave out --policy, --min-reward and "
-            "--best-per-task, or choose jsonl, sft, preference or hf"
-        )
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
         "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, selected_only=True))), part),
         "preference": lambda: _write_lines(preference_pairs(branches(file, selected_only=True), choice), part),
-        "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
-        "csv": lambda: _write_csv(read_run(file), choice.partition, part),
-        "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
     }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -232,62 +219,3 @@ def _write_lines(rows: Iterable[dict[str, Any]], file: Path) -> int:
             out.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
             count += 1
     return count
-
-
-def _write_dataset(rows: Iterable[dict[str, Any]], folder: Path) -> int:
-    """Write a parquet file a partition, the split of ``datasets``. Nested values of changing fields are JSON text."""
-    arrow, parquet = _pyarrow()
-    schema = arrow.schema([(name, arrow.string()) for name in _TEXTS] + [
-        ("branch", arrow.int64()), ("reward", arrow.float64()), ("rewards", arrow.string()), ("tools", arrow.string()),
-        ("messages", arrow.list_(arrow.struct([(name, arrow.string()) for name in _MESSAGE]))),
-    ])  # fmt: skip
-    by_partition: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_partition[row["partition"]].append(_flat(row))
-    if by_partition:
-        (folder / "data").mkdir(parents=True)
-    for name, part in by_partition.items():
-        file = folder / "data" / f"{name}-00000-of-00001.parquet"
-        parquet.write_table(arrow.Table.from_pylist(part, schema=schema), file)
-    return sum(map(len, by_partition.values()))
-
-
-_TEXTS = (
-    "task_id", "group_id", "episode_id", "trajectory_id", "partition", "agent", "policy", "stop_reason", "error",
-)  # fmt: skip
-_MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose nested values of changing shape are JSON text."""
-    messages = [
-        {name: None if message.get(name) is None else _text(message[name]) for name in _MESSAGE}
-        for message in row["messages"]
-    ]
-    return row | {"rewards": _text(row["rewards"]), "tools": _text(row["tools"]), "messages": messages}
-
-
-def _write_csv(tables: RunTables, partition: str | None, file: Path) -> int:
-    frame = tables.episodes(partition)
-    frame.to_csv(file, index=False)
-    return len(frame)
-
-
-def _write_tables(tables: RunTables, partition: str | None, folder: Path) -> int:
-    _pyarrow()
-    folder.mkdir()
-    count = 0
-    for name in TABLES:
-        frame = getattr(tables, name)(partition)
-        count = len(frame) if name == "episodes" else count
-        frame.to_parquet(folder / f"{name}.parquet", index=False)
-    if not count:
-        shutil.rmtree(folder)
-    return count
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        return import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ConfigError(f"parquet files need pyarrow: pip install 'turnwise-rl[parquet]' ({error})") from error

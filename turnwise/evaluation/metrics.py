@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.agents.roles import role_of
+from turnwise.agents.roles import JUDGES, role_of
 from turnwise.append_file import private_directory, private_opener, write_private
 from turnwise.errors import ConfigError
 from turnwise.evaluation.estimates import (
@@ -170,9 +170,11 @@ def episode_rows(
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Return the sessions of each attempt at an episode, in order of appearance."""
+    """Return the agents' sessions of each attempt at an episode, in order of appearance."""
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
+        if trajectory.frozen and role_of(trajectory.agent) == JUDGES:
+            continue
         episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
     return list(episodes.values())
 

@@ -48,8 +48,10 @@ class Selection:
         return ", ".join(f"{name} {value!r}" for name, value in parts.items() if value is not None)
 
 
-def show(source: Path, selection: Selection, *, tokens: bool = False, console: Console | None = None) -> int:
-    """Print the newest matching trajectories of a run directory or file; return their number. Raises FormatError.
+def show(
+    source: Path, selection: Selection, *, tokens: bool = False, console: Console | None = None
+) -> list[Trajectory]:
+    """Print and return the newest matching trajectories of a run directory or file. Raises FormatError.
 
     With ``tokens`` also their ids, logprobs and weight versions.
     """
@@ -62,13 +64,29 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
             if not file.entries:
                 raise FormatError(f"{path} holds no trajectory: no episode has ended")
             raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{criteria}")
-        newest = matching[max(0, len(matching) - selection.number) :]
-        for entry in newest:
-            console.print(render(file.read(entry), tokens=tokens))
+        newest = [file.read(entry) for entry in matching[max(0, len(matching) - selection.number) :]]
+        for trajectory in newest:
+            console.print(render(trajectory, tokens=tokens))
         console.print(
             Text(f"{len(newest)} of {len(matching)} trajectories ({len(file.entries)} in {path})", style="dim")
         )
-    return len(newest)
+    return newest
+
+
+def trajectory_values(trajectory: Trajectory, *, tokens: bool = False) -> dict[str, Any]:
+    """Return a trajectory as JSON values, with segments in the order of the recording; ``parent`` is a segment's."""
+    ids = ("task_id", "group_id", "episode_id", "partition", "seed", "agent", "policy", "reward", "error")
+    values = {"id": trajectory.id, **{name: getattr(trajectory, name) for name in ids}}
+    values |= {"stop_reason": str(trajectory.stop_reason), "rewards": trajectory.rewards, "segments": []}
+    for segment in trajectory.segments:
+        names = ("index", "parent", "turn_id", "sampled", "fork", "finish_reason", "messages")
+        row = {name: getattr(segment, name) for name in names}
+        if tokens:
+            logprobs = None if segment.logprobs is None else segment.logprobs.tolist()
+            row |= {"token_ids": segment.token_ids.tolist(), "logprobs": logprobs}
+            row["weight_versions"] = segment.weight_versions
+        values["segments"].append(row)
+    return values
 
 
 def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:

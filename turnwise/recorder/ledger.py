@@ -13,6 +13,8 @@ A call is referred to by ``at``, the byte at which its line begins. A gateway re
 sessions that an earlier process left open (:class:`Resumption`)::
 
     {"event": "resume", "sessions": {"ID": [AT, ...]}, "abandoned": {"ID": "why"}}
+
+Of a deleted session the calls are overwritten: their lines begin with ``{"deleted":``.
 """
 
 from __future__ import annotations
@@ -290,16 +292,17 @@ class LedgerMark:
 
 def read_ledgers(run: Path) -> Ledger:
     """Read the ledger of a run directory, and those of its rollout workers as further parts. Raises FormatError."""
-    ledger = read_ledger(run / LEDGER)
-    entries, closed, torn = list(ledger.entries), set(ledger.closed_parts), ledger.torn
-    for file in sorted((run / LEDGERS).glob("*.jsonl")):
-        other = read_ledger(file)
-        parts = [*(entry.part for entry in entries), *(resumption.part for resumption in ledger.resumptions), *closed]
-        first = 1 + max(parts, default=-1)
-        entries += [replace(entry, part=entry.part + first) for entry in other.entries]
-        closed |= {part + first for part in other.closed_parts}
-        torn |= other.torn
-    return replace(ledger, entries=entries, closed_parts=frozenset(closed), torn=torn)
+    entries, resumptions, closed, torn, first = list[LedgerEntry](), list[Resumption](), set[int](), False, 0
+    # The run's own is the last: a process that another ledger names as resumed explains nothing of its sessions.
+    for file in (*sorted((run / LEDGERS).glob("*.jsonl")), run / LEDGER):
+        ledger = read_ledger(file)
+        entries += [replace(entry, part=entry.part + first) for entry in ledger.entries]
+        resumptions += [replace(resumption, part=resumption.part + first) for resumption in ledger.resumptions]
+        closed |= {part + first for part in ledger.closed_parts}
+        torn |= ledger.torn
+        resumed = (resumption.part for resumption in ledger.resumptions)
+        first += 1 + max([-1, *(entry.part for entry in ledger.entries), *resumed, *ledger.closed_parts])
+    return Ledger(entries, resumptions, frozenset(closed), torn)
 
 
 def read_calls(
@@ -338,7 +341,7 @@ def _read_lines(path: Path, selects: Callable[[str], bool] | None) -> Iterator[t
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             begins, at = at, at + len(line)
-            if line == b"\n":
+            if line == b"\n" or line.startswith(b'{"deleted":'):
                 continue
             if broken is not None:
                 # Only a kill may cut a line: then it is the last one, or the next process starts after it.

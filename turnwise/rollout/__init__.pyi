@@ -9,7 +9,6 @@ from turnwise.rollout.core import ReplayBuffer as ReplayBuffer
 from turnwise.rollout.core import RolloutManager as RolloutManager
 from turnwise.rollout.core import RolloutParts as RolloutParts
 from turnwise.rollout.core import RolloutRequest as RolloutRequest
-from turnwise.rollout.managers import current_rollout as current_rollout
 from turnwise.rollout.producer import RolloutProducer as RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer as LocalReplayBuffer
 from turnwise.rollout.runner import EpisodeRunner as EpisodeRunner

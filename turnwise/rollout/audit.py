@@ -3,9 +3,10 @@
 1. A session's calls in the ledger are, as a multiset of (prompt, completion, logprobs, version spans, finish reason),
    its trajectory's turns: the ids of a branch, concatenated, are what the engine saw.
 2. Segments are sound: sampled and context segments alternate; logprobs and spans cover exactly the sampled ids.
-3. Over all rows of a trajectory each sampled id is trained exactly once per use (``replay.max_uses``), and no other.
+3. Over all rows of a trajectory each sampled id is trained exactly once, and no other.
    A gateway that resumes after a kill may name calls as lost before they were committed, and sessions as abandoned.
 4. A step trained what the journal gave it; the journal accounts for every finished trajectory.
+   Of a session that its user deleted, calls and trajectory may be missing: ``deleted.jsonl`` names it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from turnwise.errors import AuditError, FormatError
 from turnwise.media_files import MediaSpan, media_spans
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
-from turnwise.rollout.journal.state import JOURNAL
+from turnwise.rollout.journal.state import JOURNAL, read_journal
 from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.rollout.records import Batches, BatchRow, read_batches, row_digest
 from turnwise.trajectory import Segment, Trajectory, branch_paths, path_media, to_samples
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import Branch, StopReason, TokenIds
 
-BATCHES, RUN_FILE = "batches.jsonl", "run.json"
+BATCHES, DELETED, RUN_FILE = "batches.jsonl", "deleted.jsonl", "run.json"
 _TEXT = "text"
 _OF_TEXT = "trajectories of text: not audited"
 
@@ -79,7 +80,8 @@ def audit_files(run: Path) -> AuditReport:
         batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
         pending = run / PENDING
         waiting = {trajectory.id for trajectory in read_trajectories(pending)} if pending.is_file() else set()
-        audit = _Audit(ledger, batches, report, waiting)
+        deleted = {str(event["id"]) for _, event in read_journal(run / DELETED).events}
+        audit = _Audit(ledger, batches, report, waiting, deleted)
         audit.check(read_trajectories(run / TRAJECTORIES))
         journal = summarize_journal(run / JOURNAL)
         report.contradictions += journal.misused([(row.trajectory, row.step) for row in batches.rows])
@@ -121,9 +123,11 @@ def _nothing_to_audit(run: Path, count: int) -> AuditError:
 class _Audit:
     """One pass over the trajectories, with ledger and batches in memory."""
 
-    def __init__(self, ledger: Ledger, batches: Batches, report: AuditReport, pending: Collection[str]) -> None:
+    def __init__(
+        self, ledger: Ledger, batches: Batches, report: AuditReport, pending: Collection[str], deleted: set[str]
+    ) -> None:
         self._report = report
-        self._pending = pending
+        self._pending, self._deleted = pending, deleted
         self._batches = batches
         self._calls: defaultdict[str, list[LedgerEntry]] = defaultdict(list)
         self._closed = ledger.closed_parts
@@ -136,7 +140,8 @@ class _Audit:
             self._rows[row.trajectory].append(row)
         self.finished: list[str] = []
         report.counts.update({"model calls in the ledger": len(ledger.entries), "train steps": batches.steps})
-        report.counts["rows trained"] = len(batches.rows)
+        report.counts.update({"rows trained": len(batches.rows), "sessions deleted by their users": len(deleted)})
+        report.counts["train steps that went back to approved weights"] = batches.rollbacks
         if batches.rolled_back:
             report.counts["train steps undone by a kill"] = batches.rolled_back
 
@@ -232,6 +237,8 @@ class _Audit:
         lost: defaultdict[str, set[bytes]] = defaultdict(set)
         for resumption in self._resumptions:
             for session, offsets in resumption.lost.items():
+                if session in self._deleted:
+                    continue
                 calls = self._calls.get(session, [])
                 for at in offsets:
                     why = _unexplained(resumption, at, offsets, calls, self._closed)
@@ -334,7 +341,7 @@ class _Audit:
         abandoned = {session for resumption in self._resumptions for session in resumption.abandoned}
         resumed = {session for resumption in self._resumptions for session in resumption.lost}
         report.counts["sessions that a gateway could not rebuild after a kill"] += len(abandoned)
-        for session in sorted((self._calls.keys() | resumed) - seen - abandoned):
+        for session in sorted((self._calls.keys() | resumed) - seen - abandoned - self._deleted):
             calls = self._calls.get(session, [])
             if session in self._pending:
                 report.counts["sessions whose group reward is still to come"] += 1
@@ -351,7 +358,7 @@ class _Audit:
             else:
                 report.counts["sessions that a kill cut off"] += 1
         for name, rows in self._rows.items():
-            if name not in seen:
+            if name not in seen and name not in self._deleted:
                 report.contradictions.append(f"trajectory {name}: trained in step {rows[0].step}, but not on disk")
 
 

@@ -238,7 +238,6 @@ class GroupFacts:
         rewards: Of its members, failed ones left out.
         failed: Members that ended in an error.
         sampled_tokens: Of all its members.
-        uses: Number of batches so far.
         spread: Range of the compared members' values by reward; ``reward`` is their sum.
     """
 
@@ -251,7 +250,6 @@ class GroupFacts:
     rewards: tuple[float, ...]
     failed: int = 0
     sampled_tokens: int = 0
-    uses: int = 0
     spread: Mapping[str, float] = field(default_factory=dict)
 
     def staleness(self, step: int) -> int:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown, user_code
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.plugins import find_class, registering
+from turnwise.plugins import check_contract, find_class, registering
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import BatchRef, OnGroup, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
@@ -104,40 +102,14 @@ def _members(group: Any) -> Iterator[Any]:
 KEY = "rollout.agent_loop_manager_class"
 
 
-@dataclass(frozen=True, slots=True)
-class CurrentRollout:
-    """Context of a rollout manager."""
-
-    buffer: ValidatingBuffer
-    parts: RolloutParts
-
-
-_CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
-
-
-def current_rollout() -> CurrentRollout:
-    """Return the context of the manager being made, for classes whose ``create`` has no such parameters (as in verl).
-
-    Valid in ``create`` and ``generate_sequences``, and in tasks that these start.
-
-    Raises:
-        TurnwiseError: Called elsewhere.
-    """
-    current = _CURRENT.get(None)
-    if current is None:
-        raise TurnwiseError(
-            f"current_rollout() was called outside a rollout manager: call it in create() or generate_sequences() of "
-            f"the class that {KEY} names"
-        )
-    return current
-
-
-def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any] | None:
+def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[RolloutManager] | None:
     """Check the configured manager and its ``custom`` section; return its class, if one is named."""
     reference = config.agent_loop_manager_class
     if reference is None:
         return None
-    manager_class = _check_class(find_class(reference, MANAGERS, KEY), reference)
+    manager_class = check_contract(RolloutManager, f"{KEY} {reference!r}", find_class(reference, MANAGERS, KEY))
+    if asyncio.iscoroutinefunction(manager_class.generate_sequences):
+        raise ConfigError(f"{KEY} {reference!r}: generate_sequences is async: start tasks in it and return at once")
     _settings(manager_class, reference, custom)
     return manager_class
 
@@ -152,21 +124,10 @@ def register_manager(name: str) -> Callable[[M], M]:
     """Register a rollout manager's class for ``rollout.agent_loop_manager_class``.
 
     Raises:
-        RegistryError: The name is taken.
-        ConfigError: The class lacks a method.
+        RegistryError: The name is taken, or the class is no rollout manager.
     """
-    return registering(name, MANAGERS, "rollout manager", partial(_check_class, reference=name))
-
-
-def _check_class(manager_class: type[Any], reference: str) -> type[Any]:
-    missing = [name for name in ("create", "generate_sequences") if not callable(getattr(manager_class, name, None))]
-    if missing:
-        raise ConfigError(
-            f"{KEY} {reference!r} is not a rollout manager, it lacks {' and '.join(missing)}: write create(config, "
-            "client, buffer, parts) as a class method and generate_sequences(requests), or subclass "
-            "turnwise.RolloutManager"
-        )
-    return manager_class
+    check = partial(check_contract, RolloutManager, f"the rollout manager {name!r}")
+    return registering(name, MANAGERS, "rollout manager", check)
 
 
 async def create_manager(
@@ -180,74 +141,45 @@ async def create_manager(
         buffer: Destination of finished groups; None where the run only gathers.
         parts: Further parts of the run.
     """
-    if config.agent_loop_manager_class is None:
+    manager_class = check_manager(config, parts.custom)
+    if manager_class is None:
         return await RolloutProducer.create(config, client, buffer, parts)
-    return await CustomManager.create(config, client, buffer, parts)
+    reference = str(config.agent_loop_manager_class)
+    unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
+    checked = ValidatingBuffer(buffer or LocalReplayBuffer(), parts.write, unclaimed)
+    parts = replace(parts, write=checked.write, settings=_settings(manager_class, reference, parts.custom))
+    with user_code(ConfigError, f"{KEY} {reference!r}: create failed:"):
+        inner = await manager_class.create(config, client, checked, parts)
+    if not isinstance(inner, manager_class):
+        raise ConfigError(f"{KEY} {reference!r}: create returned {shown(inner)}, not a {manager_class.__qualname__}")
+    return CustomManager(inner, config, checked, parts.renderer)
 
 
-class CustomManager(RolloutManager):
+class CustomManager:
     """Adapter around a custom rollout manager.
 
     Validates its groups and writes trajectories that it did not write itself. A task started by its
     ``generate_sequences`` that fails ends the run, and is cancelled at the end. Evaluation goes through the buffer.
+
+    Attributes:
+        config: The rollout configuration.
+        renderer: Messages to ids and back.
     """
 
-    def __init__(self, inner: Any, config: RolloutConfig, current: CurrentRollout) -> None:
+    def __init__(
+        self, inner: RolloutManager, config: RolloutConfig, buffer: ValidatingBuffer, renderer: Renderer
+    ) -> None:
+        self.config = config
+        self.renderer = renderer
         self._inner = inner
-        self._config = config
-        self._current = current
+        self._buffer = buffer
         self._started: set[asyncio.Task[Any]] = set()
-
-    @classmethod
-    async def create(
-        cls, config: RolloutConfig, client: LLMClient, buffer: ReplayBuffer | None, parts: RolloutParts
-    ) -> Self:
-        """Make the configured manager."""
-        reference = config.agent_loop_manager_class
-        manager_class = check_manager(config, parts.custom)
-        if reference is None or manager_class is None:
-            raise ConfigError(f"{KEY} is missing")
-        unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
-        checked = ValidatingBuffer(buffer or LocalReplayBuffer(), parts.write, unclaimed)
-        parts = replace(parts, write=checked.write, settings=_settings(manager_class, reference, parts.custom))
-        current = CurrentRollout(checked, parts)
-        create: Callable[..., Any] = manager_class.create
-        arguments = _arguments(create, reference, config, client, current)
-        token = _CURRENT.set(current)
-        try:
-            with user_code(ConfigError, f"{KEY} {reference!r}: create failed:"):
-                inner_or_awaitable = create(**arguments)
-                inner = await inner_or_awaitable if inspect.isawaitable(inner_or_awaitable) else inner_or_awaitable
-        finally:
-            _CURRENT.reset(token)
-        if not isinstance(inner, manager_class):
-            raise ConfigError(
-                f"{KEY} {reference!r}: create returned {shown(inner)}, not a {manager_class.__qualname__}"
-            )
-        return cls(inner, config, current)
-
-    @property
-    def config(self) -> RolloutConfig:
-        """The rollout configuration."""
-        return self._config
-
-    @property
-    def renderer(self) -> Renderer:
-        """Messages to ids and back."""
-        return self._current.parts.renderer
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Have the manager start rolling out."""
         tasks_before = asyncio.all_tasks()
-        token = _CURRENT.set(self._current)
-        try:
-            with user_code(TrainError, f"{self._name}.generate_sequences raised"):
-                started = self._inner.generate_sequences(list(requests))
-            if inspect.iscoroutine(started):
-                # Written as ``async def``: it does not block the run for that.
-                self._started.add(asyncio.ensure_future(started))
-        finally:
-            _CURRENT.reset(token)
+        with user_code(TrainError, f"{self._name}.generate_sequences raised"):
+            self._inner.generate_sequences(list(requests))
         for task in asyncio.all_tasks() - tasks_before:
             self._started.add(task)
             task.add_done_callback(self._ended)
@@ -271,7 +203,7 @@ class CustomManager(RolloutManager):
                 f"{len(requests) - len(task_ids)} tasks have the id of another task: their groups could not be told "
                 "apart"
             )
-        buffer, partition = self._current.buffer, requests[0].partition
+        buffer, partition = self._buffer, requests[0].partition
         by_task: dict[str, TrajectoryGroup] = {}
         self.generate_sequences(requests)
         while len(by_task) < len(requests):
@@ -291,29 +223,22 @@ class CustomManager(RolloutManager):
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """Cancel unfinished groups, where the manager can; return their keys."""
-        if not callable(getattr(type(self._inner), "cancel", None)):
-            return frozenset()
         with user_code(TrainError, f"{self._name}.cancel raised"):
-            cancelled = self._inner.cancel(keys)
-            return frozenset((await cancelled if inspect.isawaitable(cancelled) else cancelled) or ())
+            return await self._inner.cancel(keys)
 
     async def close(self) -> None:
-        """Close the manager, where possible, and cancel its tasks."""
+        """Close the manager, and cancel its tasks."""
         for task in self._started:
             task.remove_done_callback(self._ended)
-        close = getattr(type(self._inner), "close", None)
         try:
-            if callable(close):
-                closing = self._inner.close()
-                if inspect.isawaitable(closing):
-                    await closing
+            await self._inner.close()
         finally:
             unfinished = [task for task in self._started if not task.done()]
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
             self._started.clear()
-            self._current.buffer.close()
+            self._buffer.close()
 
     @property
     def _name(self) -> str:
@@ -325,19 +250,19 @@ class CustomManager(RolloutManager):
             return
         error = task.exception()
         if isinstance(error, TurnwiseError):
-            self._current.buffer.fail(error)
+            self._buffer.fail(error)
         elif error is not None:
             failure = TrainError(f"{self._name}: a task that it started raised {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._current.buffer.fail(failure)
+            self._buffer.fail(failure)
 
 
 Rollouts: TypeAlias = RolloutProducer | CustomManager
 """A rollout manager as training and evaluation use it, which also rolls out groups of an evaluation."""
 
 
-def _settings(cls: type[Any], reference: str, custom: Mapping[str, Any]) -> BaseModel | None:
-    model = getattr(cls, "custom_model", None)
+def _settings(cls: type[RolloutManager], reference: str, custom: Mapping[str, Any]) -> BaseModel | None:
+    model = cls.custom_model
     if model is None:
         return None
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -346,37 +271,3 @@ def _settings(cls: type[Any], reference: str, custom: Mapping[str, Any]) -> Base
         return load_config(model, defaults=custom)
     except ConfigError as error:
         raise ConfigError(f"custom, as {reference} reads it: {error}") from error
-
-
-def _arguments(
-    create: Callable[..., Any], reference: str, config: RolloutConfig, client: LLMClient, current: CurrentRollout
-) -> dict[str, Any]:
-    """Return the arguments that ``create`` names, under our names or verl's."""
-    offered: dict[str, Any] = {
-        "config": config,
-        "client": client,
-        "llm_client": client,
-        "buffer": current.buffer,
-        "replay_buffer": current.buffer,
-        "parts": current.parts,
-    }
-    parameters = inspect.signature(create).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        parameter_names = {parameter.name for parameter in parameters}
-        second = {"client": "llm_client", "buffer": "replay_buffer"}
-        ours = {ours for ours, theirs in second.items() if theirs not in parameter_names}
-        return {name: value for name, value in offered.items() if name in parameter_names | ours | {"config", "parts"}}
-    unknown = [
-        parameter.name
-        for parameter in parameters
-        if parameter.name not in offered
-        and parameter.default is parameter.empty
-        and parameter.kind is not parameter.VAR_POSITIONAL
-    ]
-    if unknown:
-        hint = ": it must be a class method" if unknown[0] == "self" else ""
-        raise ConfigError(
-            f"{KEY} {reference!r}: create has the unknown parameters {', '.join(unknown)}{hint}; allowed are "
-            f"{', '.join(offered)}, and any with a default"
-        )
-    return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}

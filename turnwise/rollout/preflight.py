@@ -9,9 +9,11 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from turnwise.agents.roles import check_judge
 from turnwise.chat.renderer import shipped_templates
 from turnwise.envs.core import Env, close_env
 from turnwise.envs.registration import default_task_source, env_class, make
+from turnwise.envs.rewards.judge import named_policies
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError, user_code
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
@@ -51,6 +53,8 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
 def check_env_and_agent(rollout: RolloutConfig) -> None:
     """Check that the run's environment and agent exist, before a server starts; the environment is not made."""
     env_class(rollout.env.name)
+    for where, policy in named_policies(rollout.env.config, "rollout.env.config"):
+        check_judge(policy, rollout.frozen, where)
     agents = AgentTable(rollout)
     agents.default()
     agents.check()

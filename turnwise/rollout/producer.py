@@ -124,7 +124,7 @@ class GroupRewarder:
             began = time.monotonic()
             try:
                 values = await self._values(task, members)
-            except EnvError as error:
+            except (EnvError, InferenceError) as error:
                 self.abandon(name, f"{type(error).__name__}: {error}", StopReason.ERROR)
                 episodes = {trajectory.episode_id for trajectory in group.trajectories}
                 return replace(group, trajectories=[], failed=group.failed + len(episodes))

@@ -7,7 +7,8 @@ to the first::
 
     {"step": 3, "epoch": 0, "rows": [{"trajectory": ..., "leaf": 4, "tokens": 61, "spans": [[30, 52]], "digest": ...}]}
 
-A record of another policy than ``main`` names it as ``policy``.
+A record of another policy than ``main`` names it as ``policy``. What a teacher was told of turns is in ``contexts``:
+lists of trajectory, number of the turn, and text.
 
 ``{"event": "undo", "step": 3, "records": 1}`` voids the last records of a step: their update failed before it changed
 anything.
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,8 @@ class Batches:
         torn: Whether the last line is cut off by a kill.
         kernels: By process index what the bits of its exact numerics depend on; processes without them have none.
         by_step: The rows of each step, in order; none where no group had a learning signal.
+        contexts: By step and policy the texts that its teacher read, by trajectory and turn.
+        rollbacks: Number of steps that loaded the weights of an earlier one.
     """
 
     rows: list[BatchRow]
@@ -76,6 +80,8 @@ class Batches:
     torn: bool
     kernels: dict[int, str] = field(default_factory=dict)
     by_step: dict[int, list[BatchRow]] = field(default_factory=dict)
+    contexts: dict[tuple[int, str], dict[tuple[str, int], str]] = field(default_factory=dict)
+    rollbacks: int = 0
 
 
 def loss_spans(sample: TrainSample) -> list[tuple[int, int]]:
@@ -129,7 +135,10 @@ class BatchWriter:
         self._file = AppendFile(path)
         self._file.append(orjson.dumps(start))
 
-    def write(self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0, policy: str = MAIN) -> None:
+    def write(
+        self, step: int, samples: Sequence[TrainSample], *, epoch: int = 0, policy: str = MAIN,
+        contexts: Mapping[tuple[str, int], str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Append the rows of a step that train a policy. Raises DiskError where the disk refuses."""
         rows = [
             {
@@ -141,9 +150,15 @@ class BatchWriter:
             }
             for sample in samples
         ]
-        policy_field = {} if policy == MAIN else {"policy": policy}
-        self._file.append(orjson.dumps({"step": step, "epoch": epoch, **policy_field, "rows": rows}))
+        rare: dict[str, Any] = {} if policy == MAIN else {"policy": policy}
+        if contexts:
+            rare["contexts"] = [[*turn, text] for turn, text in contexts.items()]
+        self._file.append(orjson.dumps({"step": step, "epoch": epoch, **rare, "rows": rows}))
         self.records += 1
+
+    def roll_back(self, step: int, approved: int) -> None:
+        """Record that a step loaded the weights of an earlier one. Raises DiskError where the disk refuses."""
+        self._file.append(orjson.dumps({"step": step, "epoch": 0, "rows": [], "rolled_back_to": approved}))
 
     def undo(self, step: int, records: int) -> None:
         """Void the last records of a step: nothing was trained. Raises DiskError where the disk refuses."""
@@ -161,7 +176,7 @@ def read_batches(path: Path) -> Batches:
     Raises:
         FormatError: A line is damaged in a way that no kill explains, or has another schema version.
     """
-    records: list[tuple[int, list[BatchRow]]] = []
+    records: list[tuple[int, list[BatchRow], str, list[Any], bool]] = []
     rolled_back: set[int] = set()
     starts: list[tuple[int, int]] = []
     kernels: dict[int, str] = {}
@@ -192,17 +207,26 @@ def read_batches(path: Path) -> Batches:
                 starts.append((len(starts) if record["part"] is None else int(record["part"]), after_step))
                 if "kernels" in record:
                     kernels[starts[-1][0]] = str(record["kernels"])
-                rolled_back |= {step for step, _ in records if step > after_step}
-                records = [(step, rows) for step, rows in records if step <= after_step]
+                rolled_back |= {step for step, *_ in records if step > after_step}
+                records = [entry for entry in records if entry[0] <= after_step]
             else:
-                records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
+                rows = [_row(record, row, max_tokens) for row in record["rows"]]
+                policy = str(record.get("policy", MAIN))
+                went_back = "rolled_back_to" in record
+                records.append((int(record["step"]), rows, policy, record.get("contexts", []), went_back))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}:{number}: malformed batch record: {error!r}") from error
     by_step: dict[int, list[BatchRow]] = {}
-    for step, rows in records:
+    for step, rows, *_ in records:
         by_step.setdefault(step, []).extend(rows)
-    all_rows = [row for _, rows in records for row in rows]
-    return Batches(all_rows, len(by_step), len(rolled_back), tuple(starts), torn, kernels, by_step)
+    all_rows = [row for _, rows, *_ in records for row in rows]
+    contexts = {
+        (step, policy): {(str(trajectory), int(turn)): str(text) for trajectory, turn, text in texts}
+        for step, _, policy, texts, _ in records
+        if texts
+    }
+    rollbacks, killed = sum(record[-1] for record in records), len(rolled_back)
+    return Batches(all_rows, len(by_step), killed, tuple(starts), torn, kernels, by_step, contexts, rollbacks)
 
 
 def _row(record: dict[str, Any], row: dict[str, Any], max_tokens: int | None) -> BatchRow:

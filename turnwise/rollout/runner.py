@@ -371,6 +371,7 @@ class EpisodeRunner:
             partial(run.sessions.open_beside, -1),
             run.sessions.endpoint,
             None if self._strategy(spec) is not None else partial(self._fork, run),
+            run.sessions.open_judge,
             executor=self._executor,
         )
         return Episode(run.env, setup, host, record=run.record)
@@ -383,7 +384,9 @@ class EpisodeRunner:
         sessions = run.sessions.fork_all(origin, number)
         setup = replace(origin.setup, observation=snapshot(origin.observation), info=dict(origin.info))
         open_session = partial(run.sessions.open_beside, number)
-        host = EpisodeHost(open_session, open_fork=partial(self._fork, run), executor=self._executor)
+        host = EpisodeHost(
+            open_session, None, partial(self._fork, run), run.sessions.open_judge, executor=self._executor
+        )
         fork = Episode(env, setup, host, origin=origin, sessions=sessions)
         run.agent_forks.append(AgentFork.of(fork, origin, run.agent_forks))
         return fork
@@ -401,7 +404,7 @@ class EpisodeRunner:
         run.env = await fork_env(fork.point.env, executor=self._executor)
         origin = fork.origin
         setup = replace(origin.setup, observation=record.observation, info=dict(origin.info), deadline=deadline)
-        host = EpisodeHost(open_session, run.sessions.endpoint, executor=self._executor)
+        host = EpisodeHost(open_session, run.sessions.endpoint, None, run.sessions.open_judge, executor=self._executor)
         return Episode(run.env, setup, host, record=record)
 
     async def _make(self, name: str, task_config: Mapping[str, Any]) -> Env:

@@ -11,13 +11,13 @@ from typing import Any, Self, TypeVar
 from turnwise.agents.core import Episode
 from turnwise.agents.forks import BranchPoint
 from turnwise.agents.notes import Reward
-from turnwise.agents.roles import Compare, compared_within
+from turnwise.agents.roles import JUDGES, Compare, check_judge, compared_within
 from turnwise.errors import AgentError, SessionError, TurnwiseError
 from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
 from turnwise.gateway.proxy.client import HostedClient
 from turnwise.gateway.proxy.session import TextSession
-from turnwise.model.core import LLMClient, Renderer, ServedPolicy
+from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.token_session import TokenSession
 from turnwise.rollout.branching.branches import leave_out_failed
@@ -33,12 +33,14 @@ class Sampler:
 
     Attributes:
         context_length: Most tokens of prompt and completion together.
+        info: What its servers said of the model.
     """
 
     client: LLMClient
     renderer: Renderer
     context_length: int
     gateway: LocalGateway
+    info: ModelInfo
     temperature: float | None = None
 
     @classmethod
@@ -55,7 +57,7 @@ class Sampler:
             lenient=config.gateway.lenient,
             **address,
         )
-        return cls(client, renderer, context, gateway, policy.temperature)
+        return cls(client, renderer, context, gateway, policy.info, policy.temperature)
 
 
 class EpisodeSessions:
@@ -98,6 +100,7 @@ class EpisodeSessions:
         self._base: str | None = None
         self._seed = seed
         self._trained = trained
+        self._frozen = config.frozen
         self._reasoning = config.reasoning
         self._echo = config.echo
         self._params = SamplingParams(
@@ -141,26 +144,54 @@ class EpisodeSessions:
         if sampler.temperature is not None:
             params = replace(params, temperature=sampler.temperature)
         session_id = self._episode_id if name == "main" else f"{self._episode_id}/{name}"
-        session = (
-            self._hosted(session_id, sampler.client, params)
-            if isinstance(sampler.client, HostedClient)
-            else TokenSession(
-                sampler.client,
-                sampler.renderer,
-                id=session_id,
-                limits=self._limits
-                if sampler.context_length == self._limits.context_length
-                else replace(self._limits, context_length=sampler.context_length),
-                params=params,
-                seed=stable_hash("session", self._seed, name),
-                one_temperature=self._trained,
-                reasoning=self._reasoning,
-                echo=self._echo,
-            )
-        )
+        limits = self._limits
+        if sampler.context_length != limits.context_length:
+            limits = replace(limits, context_length=sampler.context_length)
+        session = self._session(session_id, sampler, params, limits, name)
         self.opened[name] = (session, policy)
         self._gateways[session_id] = sampler.gateway
         return session
+
+    def open_judge(self, policy: str, params: SamplingParams) -> Session:
+        """Open a session of a frozen policy for one judgement, without the limits of agents. Raises ConfigError.
+
+        A guide among ``params`` is left out where the engine has no structured output.
+        """
+        if self._origin is not None:
+            return self._origin.open_judge(policy, params)
+        check_judge(policy, self._frozen, "judge: policy")
+        sampler = self._samplers[policy]
+        number = sum(name.startswith(f"{JUDGES}/{policy}.") for name in self.opened)
+        name = f"{JUDGES}/{policy}.{number}"
+        params = params if sampler.info.guides else replace(params, guide=None)
+        limits = SessionLimits(sampler.info.context_length)
+        session = self._session(f"{self._episode_id}/{name}", sampler, params, limits, name)
+        self.opened[name] = (session, policy)
+        return session
+
+    def _session(
+        self, session_id: str, sampler: Sampler, params: SamplingParams, limits: SessionLimits, name: str
+    ) -> Session:
+        if isinstance(sampler.client, HostedClient):
+            return sampler.client.open(
+                id=session_id,
+                params=params,
+                max_turns=limits.max_turns,
+                max_tokens_per_turn=limits.max_tokens_per_turn,
+                max_total_tokens=limits.max_total_tokens,
+                echo=self._echo,
+            )
+        return TokenSession(
+            sampler.client,
+            sampler.renderer,
+            id=session_id,
+            limits=limits,
+            params=params,
+            seed=stable_hash("session", self._seed, name),
+            one_temperature=self._trained,
+            reasoning=self._reasoning,
+            echo=self._echo,
+        )
 
     def fork(self, name: str, policy: str, point: BranchPoint | None, branch: int) -> Session:
         """Return a session of a branch: a fork at a point, also of one that the first branch has not opened yet.
@@ -207,17 +238,6 @@ class EpisodeSessions:
                 f"session {name!r} is open with the policy {opened_policy!r}, not {policy!r}, in another fork"
             )
         return session.fork((), seed=stable_hash("own fork", self._seed, name, number))
-
-    def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
-        limits = self._limits
-        return client.open(
-            id=session_id,
-            params=params,
-            max_turns=limits.max_turns,
-            max_tokens_per_turn=limits.max_tokens_per_turn,
-            max_total_tokens=limits.max_total_tokens,
-            echo=self._echo,
-        )
 
     async def endpoint(self, session: Session) -> SessionEndpoint:
         """Return the endpoint of a session, always the same."""

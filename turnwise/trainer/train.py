@@ -19,7 +19,7 @@ from turnwise.errors import RankDied, TrainError
 from turnwise.evaluation.metrics import print_table, result_table, success_and_reward
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
+from turnwise.trainer.observe.metrics import METRICS_FILE, read_metrics
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import TrainRun, open_run

@@ -11,7 +11,6 @@ from turnwise.envs.rewards.groups import centred_ranks as centred_ranks
 from turnwise.envs.rewards.groups import conversation_of as conversation_of
 from turnwise.envs.rewards.judge import Judge as Judge
 from turnwise.envs.rewards.matching import ExactMatch as ExactMatch
-from turnwise.envs.rewards.matching import JSONSchema as JSONSchema
 from turnwise.envs.rewards.matching import Numeric as Numeric
 from turnwise.envs.rewards.matching import Regex as Regex
 from turnwise.envs.rewards.matching import extract_answer as extract_answer

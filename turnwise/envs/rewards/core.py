@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
-from turnwise.errors import INTERRUPTS, ConfigError, EnvError, nearest, raised_text, shown
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, InferenceError, nearest, raised_text, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.cancellation import cancel
 from turnwise.tools.response import finite
@@ -300,15 +300,18 @@ class Rubric:
         """
         attempt = _attempt(env, task, final)
         started = time.monotonic()
-        running: dict[str, asyncio.Future[_Value | EnvError]] = {}
+        running: dict[str, asyncio.Future[_Value | EnvError | InferenceError]] = {}
         for part in self._parts:
             running[part.name] = asyncio.ensure_future(_evaluate(part, attempt, running))
         # All are waited for: a thread abandoned because another function failed would be lost needlessly.
         values = dict(zip(running, await asyncio.gather(*running.values()), strict=True))
-        errors = {str(value): None for value in values.values() if isinstance(value, EnvError)}
+        scores = {name: value for name, value in values.items() if isinstance(value, _Value)}
+        errors = {str(value): value for value in values.values() if not isinstance(value, _Value)}
+        for error in errors.values():
+            if isinstance(error, InferenceError):
+                raise error
         if errors:
             raise EnvError("; ".join(errors))
-        scores = {name: value for name, value in values.items() if not isinstance(value, EnvError)}
         return self._gather(scores, time.monotonic() - started)
 
     def _gather(self, values: Mapping[str, _Value], seconds: float) -> ScoreParts:
@@ -360,21 +363,22 @@ async def grade(part: ReadyPart, attempt: Attempt) -> float:
 
     Raises:
         EnvError: It raised, timed out, or returned no finite numbers.
+        InferenceError: It raised that.
     """
     value = await _evaluate(part, attempt, {})
-    if isinstance(value, EnvError):
+    if not isinstance(value, _Value):
         raise value
     return value.total
 
 
 async def _evaluate(
-    part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError]]
-) -> _Value | EnvError:
+    part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError | InferenceError]]
+) -> _Value | EnvError | InferenceError:
     """Return a part's value or error; raises only on cancellation."""
     values: dict[str, _Value] = {}
     for name in (*part.only_if, *part.multiply_by):
         value = await running[name]
-        if isinstance(value, EnvError):
+        if not isinstance(value, _Value):
             return value
         values[name] = value
     if any(values[name].total <= 0 for name in part.only_if):
@@ -390,7 +394,7 @@ async def _evaluate(
             inline=part.inline,
         )
         value = _read(result, part.label)
-    except EnvError as error:
+    except (EnvError, InferenceError) as error:
         return error
     for name in part.multiply_by:
         factor = values[name].total
@@ -422,6 +426,7 @@ async def call_function(
 
     Raises:
         EnvError: It raised, or timed out.
+        InferenceError: It raised that: a server of the run failed, and may be started again.
     """
     # A separate task: one that ignores its cancellation is abandoned and delays nothing.
     task = asyncio.ensure_future(_settled(function, args, kwargs, env, inline))
@@ -436,6 +441,8 @@ async def call_function(
     if task.cancelled():
         raise EnvError(f"{what} raised CancelledError without having been cancelled")
     result, raised = task.result()
+    if isinstance(raised, InferenceError):
+        raise raised
     if raised is not None:
         raise EnvError(f"{what} raised {raised_text(raised)}") from raised
     return result

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -107,7 +107,7 @@ class PerLoop(Generic[T]):
             await self._close(resource.opened.result())
 
 
-Options = TypeVar("Options", bound="EndpointOptions")
+Options = TypeVar("Options", bound=Section)
 _AGAIN = frozenset((408, 409, 425, 429))
 _LONGEST_WAIT = 120.0
 
@@ -160,6 +160,23 @@ def read_options(model: type[Options], options: Mapping[str, Any], what: str) ->
         return load_config(model, defaults=options)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
+
+
+class PolicyOptions(Section):
+    """How a frozen policy is asked.
+
+    Attributes:
+        attempts: Requests until a verdict parses.
+        temperature: Sampling temperature.
+        max_tokens: Most tokens of its answer.
+        structured: Whether its answer is constrained to the JSON schema: ``auto``, where server or engine can; behind
+            an API also ``always``; or ``never``. Parsing is tolerant in any case.
+    """
+
+    attempts: PositiveInt = 3
+    temperature: float = 0.0
+    max_tokens: PositiveInt = 1024
+    structured: Literal["auto", "always", "never"] = "auto"
 
 
 class Endpoint:

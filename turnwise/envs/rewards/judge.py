@@ -7,22 +7,23 @@ import hashlib
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.sandbox
 import orjson
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
+from turnwise.envs.core import Env
 from turnwise.envs.results import transcript
 from turnwise.envs.rewards.core import RewardFunction
-from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, read_options
+from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, PolicyOptions, read_options
 from turnwise.envs.rewards.matching import gold_answers
 from turnwise.errors import ConfigError, EnvError, shown, user_code
 from turnwise.tasks.core import Task
-from turnwise.types import Message
+from turnwise.types import Guide, Message, SamplingParams, text_of
 
 Verdict: TypeAlias = dict[str, Any]
 ReadVerdict: TypeAlias = Callable[[str, str], Verdict]
@@ -45,15 +46,10 @@ class _Reply(NamedTuple):
     cut: bool
 
 
-class AskOptions(EndpointOptions):
-    """Request options of a judge.
+class AskOptions(EndpointOptions, PolicyOptions):
+    """Request options of a judge behind an API, beside those of a policy.
 
     Attributes:
-        attempts: Requests until a verdict parses.
-        temperature: Sampling temperature.
-        max_tokens: Most tokens of its answer.
-        structured: Whether to send ``response_format`` with a JSON schema: ``auto`` (until the server refuses it),
-            ``always`` or ``never``. Parsing is tolerant in any case.
         extra_body: Further fields of each request.
         cache_size: Verdicts kept in memory.
     """
@@ -61,15 +57,73 @@ class AskOptions(EndpointOptions):
     timeout: PositiveFloat = 120.0
     retries: NonNegativeInt = 5
     retry_wait: PositiveFloat = 1.0
-    attempts: PositiveInt = 3
-    temperature: float = 0.0
-    max_tokens: PositiveInt = 1024
-    structured: Literal["auto", "always", "never"] = "auto"
     extra_body: dict[str, Any] = Field(default_factory=dict)
     cache_size: NonNegativeInt = 65536
 
 
-class Verdicts:
+class _Questions:
+    """Asks for verdicts of one form until one parses."""
+
+    def __init__(self, schema: Mapping[str, Any], read: ReadVerdict, options: PolicyOptions, label: str) -> None:
+        self._schema, self._read, self._label = schema, read, label
+        self._options = options
+
+    async def _ask_until_read(
+        self,
+        complete: Callable[[list[Message]], Awaitable[_Reply]],
+        question: str,
+        material: str,
+        redact: Callable[[str], str] = str,
+    ) -> Verdict:
+        attempts, max_tokens = self._options.attempts, self._options.max_tokens
+        first: Message = {"role": "user", "content": question}
+        messages, answer, why = [first], "", ""
+        for _ in range(attempts):
+            answer, cut = await complete(messages)
+            try:
+                if cut:
+                    # What was quoted or weighed before the end must not pass for the verdict.
+                    raise ValueError(f"it was truncated at max_tokens ({max_tokens})")
+                return self._read(_THOUGHT.sub("", answer), material)
+            except ValueError as error:
+                why = str(error)
+                form = orjson.dumps(self._schema).decode()
+                correction = f"That is not a verdict: {why}. Answer only with one JSON object of this schema: {form}"
+                messages = [
+                    first,
+                    {"role": "assistant", "content": answer[-4000:]},
+                    {"role": "user", "content": correction},
+                ]
+        tries = "1 try" if attempts == 1 else f"{attempts} tries"
+        problem = redact(f"{why}; the last answer was {shown(answer, 200)}")
+        raise EnvError(f"{self._label} returned no verdict in {tries}: {problem}")
+
+
+class PolicyVerdicts(_Questions):
+    """Requests verdicts from a frozen policy of the run; each is a session of the episode that is judged."""
+
+    def __init__(self, policy: str, schema: Mapping[str, Any], read: ReadVerdict, arguments: Mapping[str, Any]) -> None:
+        """Name the policy; the other arguments are those of :class:`Verdicts`, with :class:`PolicyOptions`."""
+        options: PolicyOptions = read_options(PolicyOptions, arguments, f"judge of the policy {policy!r}")
+        super().__init__(schema, read, options, f"judge: the policy {policy!r}")
+        self._policy = policy
+        guide = None if options.structured == "never" else Guide(dict(schema))
+        self._params = SamplingParams(options.temperature, max_tokens=options.max_tokens, guide=guide)
+
+    async def ask(self, question: str, material: str, env: Env | None) -> tuple[Verdict, bool]:
+        """Return the verdict on a question about some material, asked in the environment's episode; never cached."""
+        if env is None or env.open_judge is None:
+            raise EnvError(f"{self._label} is served by no run here: give base_url and model instead")
+        session = env.open_judge(self._policy, self._params)
+
+        async def complete(messages: list[Message]) -> _Reply:
+            answer = await session.chat(messages)
+            return _Reply(text_of(answer), answer.get("finish_reason") == "length")
+
+        return await self._ask_until_read(complete, question, material), False
+
+
+class Verdicts(_Questions):
     """Requests verdicts of one form from a chat model, once for each question."""
 
     def __init__(
@@ -88,6 +142,7 @@ class Verdicts:
         if not isinstance(model, str) or not model:
             raise ConfigError(f"judge: model is {shown(model)}: it must be the name of a model")
         endpoint = Endpoint(base_url, options, what="judge")
+        super().__init__(schema, read, options, f"{endpoint.name} ({model})")
         self._endpoint = endpoint
         self._body: dict[str, Any] = {
             "model": model,
@@ -95,17 +150,13 @@ class Verdicts:
             "max_tokens": options.max_tokens,
             **options.extra_body,
         }
-        self._label = f"{endpoint.name} ({model})"
-        self._schema = schema
-        self._read = read
-        self._attempts = options.attempts
         self._structured = options.structured != "never"
         self._may_drop = options.structured == "auto"
         self._cache_size = options.cache_size
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._asking: dict[tuple[int, str], asyncio.Task[Verdict]] = {}
 
-    async def ask(self, question: str, material: str) -> tuple[Verdict, bool]:
+    async def ask(self, question: str, material: str, env: Env | None = None) -> tuple[Verdict, bool]:  # noqa: ARG002
         """Return the verdict on a question about some material, and whether it was cached."""
         key = self._key(question)
         if key in self._cache:
@@ -130,32 +181,11 @@ class Verdicts:
         _ = task.cancelled() or task.exception()
 
     async def _ask(self, question: str, material: str, key: str) -> Verdict:
-        first = {"role": "user", "content": question}
-        messages, answer, why = [first], "", ""
-        for _ in range(self._attempts):
-            answer, cut = await self._complete(messages)
-            try:
-                if cut:
-                    # What was quoted or weighed before the end must not pass for the verdict.
-                    raise ValueError(f"it was truncated at max_tokens ({self._body['max_tokens']})")
-                verdict = self._read(_THOUGHT.sub("", answer), material)
-            except ValueError as error:
-                why = str(error)
-                form = orjson.dumps(self._schema).decode()
-                correction = f"That is not a verdict: {why}. Answer only with one JSON object of this schema: {form}"
-                messages = [
-                    first,
-                    {"role": "assistant", "content": answer[-4000:]},
-                    {"role": "user", "content": correction},
-                ]
-                continue
-            self._keep(key, verdict)
-            return verdict
-        tries = "1 try" if self._attempts == 1 else f"{self._attempts} tries"
-        problem = self._endpoint.redact(f"{why}; the last answer was {shown(answer, 200)}")
-        raise EnvError(f"{self._label} returned no verdict in {tries}: {problem}")
+        verdict = await self._ask_until_read(self._complete, question, material, self._endpoint.redact)
+        self._keep(key, verdict)
+        return verdict
 
-    async def _complete(self, messages: list[dict[str, str]]) -> _Reply:
+    async def _complete(self, messages: list[Message]) -> _Reply:
         body = {**self._body, "messages": messages}
         if self._structured:
             form = {"name": "verdict", "schema": self._schema, "strict": True}
@@ -277,9 +307,10 @@ class Judge(RewardFunction):
 
     def __init__(
         self,
-        base_url: str,
-        model: str,
+        base_url: str | None = None,
+        model: str | None = None,
         *,
+        policy: str | None = None,
         criteria: str = _CRITERIA,
         template: str | None = None,
         template_file: str | None = None,
@@ -294,6 +325,8 @@ class Judge(RewardFunction):
         Args:
             base_url: Of an OpenAI-compatible API: ``/chat/completions`` is appended.
             model: Name of the model.
+            policy: Instead of both: a policy of ``rollout.frozen``, which the run serves. Its turns are recorded in a
+                session of the episode, ``reward/POLICY.N``.
             criteria: Criteria of a good answer, for the template.
             template: A jinja template of the question; it sees ``task``, ``data``, ``conversation``, ``messages``,
                 ``answer``, ``reference``, ``criteria``, ``low`` and ``high``.
@@ -302,7 +335,7 @@ class Judge(RewardFunction):
             low: The worst grade, worth 0.
             high: The best grade, worth 1.
             without_answer: Value of an episode without a final message, which is not judged.
-            **options: Key, tries, rate and cache: the fields of :class:`AskOptions`.
+            **options: Key, tries, rate and cache: the fields of :class:`AskOptions`, or :class:`PolicyOptions`.
         """
         for name, value in (("low", low), ("high", high)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -312,10 +345,25 @@ class Judge(RewardFunction):
         self._low, self._high = low, high
         self._criteria, self._column, self._without = criteria, column, without_answer
         self._question = Question(template, template_file, _TEMPLATE)
-        self._verdicts = Verdicts(base_url, model, _schema(low, high), self._read, options)
+        if policy is not None and (base_url, model) != (None, None):
+            raise ConfigError(
+                f"judge: policy is {policy!r}, and base_url or model is set: give either policy, or base_url and model"
+            )
+        form = _schema(low, high), self._read
+        self._verdicts: Verdicts | PolicyVerdicts = (
+            Verdicts(base_url or "", model or "", *form, options)
+            if policy is None
+            else PolicyVerdicts(policy, *form, options)
+        )
 
     async def __call__(
-        self, task: Task | None, final: Message | None, text: str, messages: list[Message], data: Mapping[str, Any]
+        self,
+        task: Task | None,
+        final: Message | None,
+        text: str,
+        messages: list[Message],
+        data: Mapping[str, Any],
+        env: Env | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Grade the answer."""
         if final is None:
@@ -337,12 +385,13 @@ class Judge(RewardFunction):
                 "high": f"{self._high:g}",
             }
         )
-        verdict, cached = await self._verdicts.ask(question, f"{transcript(history)}\n{text}")
+        verdict, cached = await self._verdicts.ask(question, f"{transcript(history)}\n{text}", env)
         return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(cached)}
 
     async def close(self) -> None:
         """Close this event loop's connections."""
-        await self._verdicts.close()
+        if isinstance(self._verdicts, Verdicts):
+            await self._verdicts.close()
 
     def _read(self, text: str, material: str) -> Verdict:
         score = read_statement(text, "score", _SCORE, material)
@@ -367,3 +416,14 @@ def _schema(low: float, high: float) -> dict[str, Any]:
         "required": ["reasoning", "score"],
         "additionalProperties": False,
     }
+
+
+def named_policies(config: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys by which judges in a configuration, whose key is ``where``, name a policy, with the names."""
+    if not isinstance(config, Mapping):
+        return
+    arguments = config.get("arguments")
+    if config.get("function") == "judge" and isinstance(arguments, Mapping) and "policy" in arguments:
+        yield f"{where}.arguments.policy", str(arguments["policy"])
+    for key, value in config.items():
+        yield from named_policies(value, f"{where}.{key}")

@@ -1,9 +1,8 @@
-"""Reward functions that compare texts: exact match, numbers, regular expressions, JSON against a schema."""
+"""Reward functions that compare texts: exact match, numbers, regular expressions."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import string
@@ -12,12 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
-
-import orjson
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from referencing import Registry
-from referencing.exceptions import Unresolvable
 
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.errors import ConfigError, EnvError, shown
@@ -139,10 +132,6 @@ def _last_boxed(text: str) -> str | None:
     return answer
 
 
-_FENCED = re.compile(r"```(?:[ \t]*(?:json|JSON))?[ \t]*\n(.*?)```", re.DOTALL)
-_MOST_STARTS = 1000  # of objects and arrays that are tried in one text
-
-
 class ExactMatch(RewardFunction):
     """1 where the answer equals the right one (or one of several), else 0."""
 
@@ -199,88 +188,6 @@ class Regex(RewardFunction):
         """Search, or match the whole text."""
         match = self._pattern.fullmatch(text.strip()) if self._whole else self._pattern.search(text)
         return float(match is not None)
-
-
-class JSONSchema(RewardFunction):
-    """1 where the answer holds JSON that satisfies a schema, else 0."""
-
-    inline: ClassVar[bool] = True
-
-    def __init__(self, schema: Mapping[str, Any] | None = None, *, column: str = "schema") -> None:
-        """Set the schema.
-
-        Args:
-            schema: A JSON schema (draft 2020-12). None takes each task's own.
-            column: Entry of ``task.data`` with the task's schema.
-        """
-        self._column = column
-        try:
-            self._validator = None if schema is None else _validator(schema)
-        except SchemaError as error:
-            raise ConfigError(f"json_schema: schema is not a JSON schema: {error.message}") from error
-
-    def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Validate the JSON. The metric ``valid_json`` is 1 if there was any."""
-        validator = self._validator or self._own(data)
-        is_json, value = find_json(text)
-        if not is_json:
-            return 0.0, {"valid_json": 0.0}
-        try:
-            return float(validator.is_valid(value)), {"valid_json": 1.0}
-        except Unresolvable as error:
-            raise EnvError(f"json_schema: the schema refers to {error.ref!r}, which it does not define") from error
-        except RecursionError:
-            # A schema may describe endless nesting; a value that is nested beyond the stack satisfies nothing.
-            return 0.0, {"valid_json": 1.0}
-
-    def _own(self, data: Mapping[str, Any]) -> Draft202012Validator:
-        schema = data.get(self._column)
-        if not isinstance(schema, Mapping):
-            raise EnvError(
-                f"json_schema: task.data[{self._column!r}] is {shown(schema)}: it must be a JSON schema, or give one "
-                "for all tasks as schema"
-            )
-        try:
-            return _validator(schema)
-        except SchemaError as error:
-            raise EnvError(f"json_schema: task.data[{self._column!r}] is not a JSON schema: {error.message}") from error
-
-
-def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    Draft202012Validator.check_schema(schema)
-    # An empty registry: a schema must never make this process fetch something.
-    return Draft202012Validator(schema, registry=Registry())
-
-
-def find_json(text: str) -> tuple[bool, Any]:
-    """Return whether a text holds JSON, and the value: all of it, the last fenced block, or the last object or
-    array.
-    """
-    for candidate in (text.strip(), *reversed(_FENCED.findall(text))):
-        try:
-            return True, orjson.loads(candidate)
-        except orjson.JSONDecodeError:
-            continue
-    return _last_value(text)
-
-
-def _last_value(text: str) -> tuple[bool, Any]:
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
-    position, is_json, value = 0, False, None
-    for _ in range(_MOST_STARTS):
-        starts = [start for start in (text.find("{", position), text.find("[", position)) if start >= 0]
-        if not starts:
-            break
-        try:
-            value, position = decoder.raw_decode(text, min(starts))
-            is_json = True
-        except (ValueError, RecursionError):
-            position = min(starts) + 1
-    return is_json, value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 _MOST_CHARACTERS: Final = 200  # of one number

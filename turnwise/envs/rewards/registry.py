@@ -20,7 +20,6 @@ _HERE = "turnwise.envs.rewards"
 REWARDS: dict[str, Callable[..., Any] | str] = {
     "exact_match": f"{_HERE}.matching:ExactMatch",
     "regex": f"{_HERE}.matching:Regex",
-    "json_schema": f"{_HERE}.matching:JSONSchema",
     "numeric": f"{_HERE}.matching:Numeric",
     "reward_model": f"{_HERE}.model:RewardModel",
     "judge": f"{_HERE}.judge:Judge",

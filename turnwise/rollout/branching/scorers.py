@@ -10,7 +10,7 @@ from typing import Final
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import GIVEN, Attempt, Part, ReadyPart, grade, ready_part
 from turnwise.envs.rewards.groups import conversation_of
-from turnwise.errors import ConfigError, EnvError, ScorerError
+from turnwise.errors import ConfigError, EnvError, InferenceError, ScorerError
 from turnwise.rollout.branching.search import ENVIRONMENT, LIKELIHOOD, ScorerConfig
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
@@ -60,7 +60,7 @@ class Scorer:
         )
         try:
             return await grade(self._part, self._attempt(task, main))
-        except EnvError as error:
+        except (EnvError, InferenceError) as error:
             raise ScorerError(f"{_WHERE} {self.name!r} gave no score: {error}") from error
 
     def _attempt(self, task: Task, trajectory: Trajectory) -> Attempt:

@@ -28,11 +28,9 @@ def drop_lost(
     payloads: Path,
     journal: Path,
     say: Callable[[str], None],
-    *,
-    max_uses: int = 1,
 ) -> None:
-    """Verify everything still to be trained, or trained again, and forget what a power cut lost."""
-    waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed or entry.reusable(max_uses)}
+    """Verify everything still to be trained, and forget what a power cut lost."""
+    waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed}
     needed = {stored for entry in waiting.values() for stored in _trajectories_of(entry)}
     damaged = {stored for stored in needed if (file := file_of(stored)) is None or not file.holds(stored.location)}
     last_intact = max((stored.location.offset for stored in needed - damaged if not stored.pending), default=-1)
@@ -49,7 +47,7 @@ def drop_lost(
         ):
             entry.complete = None
         entry.members = {number: member for number, member in entry.members.items() if damaged.isdisjoint(member)}
-        if entry.complete is None and not entry.members and not entry.consumed:
+        if entry.complete is None and not entry.members:
             del state.entries[key]
     if lost := [stored for stored in damaged if not stored.pending]:
         say(
@@ -95,7 +93,7 @@ def unreferenced(
 
 
 PENDING = "pending.twz"
-_FACTS = tuple(fact.name for fact in fields(GroupFacts) if fact.name not in ("key", "arrived", "uses"))
+_FACTS = tuple(fact.name for fact in fields(GroupFacts) if fact.name not in ("key", "arrived"))
 
 
 class Journal:
@@ -104,10 +102,10 @@ class Journal:
     Each method returns once its line is in the file: a later kill does not lose it.
 
     Attributes:
+        payloads: Writer of trajectories.twz.
         next_step: The step after the checkpoint that this process resumed from.
         given_to: The newest step that this process gave groups to.
         given: Their keys, in order.
-        reusable: Groups trained by earlier processes that may be trained again, least recently trained first.
         unclaimed: Ids of trajectories that a custom manager wrote and put into no group in time.
         restored: Ids of trajectories of earlier processes that may be trained: this one did not sample them.
     """
@@ -116,7 +114,7 @@ class Journal:
         self._directory = directory
         self._state = state
         self._file = file
-        self._payloads = payloads
+        self.payloads = payloads
         self._pending = TrajectoryWriter(directory / PENDING, index=False) if (directory / PENDING).exists() else None
         # Trajectories that no line names yet.
         self._written: dict[str, Stored] = {}
@@ -125,19 +123,12 @@ class Journal:
         self.next_step = 1
         self.given_to = 0
         self.given: list[str] = []
-        self.reusable: tuple[GroupFacts, ...] = ()
         self.unclaimed: set[str] = set()
         self.restored: frozenset[str] = frozenset()
 
     @classmethod
     def open(
-        cls,
-        directory: Path,
-        *,
-        part: int = 0,
-        after_step: int = 0,
-        max_uses: int = 1,
-        say: Callable[[str], None] | None = None,
+        cls, directory: Path, *, part: int = 0, after_step: int = 0, say: Callable[[str], None] | None = None
     ) -> Self:
         """Open the journal of a run directory, as its only writer.
 
@@ -145,7 +136,6 @@ class Journal:
             directory: The run directory, created if missing.
             part: Index of this process among those of the run, from 0.
             after_step: Step of the checkpoint resumed from. Groups taken by later steps are available again.
-            max_uses: How many steps may train a group; recorded for the audit.
             say: Called with messages about damage by a kill or a power cut.
 
         Raises:
@@ -177,19 +167,18 @@ class Journal:
             journal.next_step = after_step + 1
             # Before the check of the disk: groups that are available again must be intact, too.
             state.undo_after(after_step)
-            drop_lost(state, journal._file_of, payloads.path, path, say, max_uses=max_uses)
+            drop_lost(state, journal._file_of, payloads.path, path, say)
             journal._note_orphans(orphans)
-            start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
+            start = {"part": part, "after_step": after_step, "payload": payloads.size}
             journal._note("start", schema_version=SCHEMA_VERSION, **start)
-            journal.reusable = tuple(_facts(key, entry, entry.arrived) for key, entry in state.stored(max_uses))
-            state.forget_consumed(max_uses)
+            state.forget_consumed()
             journal.restored = frozenset(stored.id for entry in state.entries.values() for stored in entry.stored())
         return journal
 
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included; it counts once a member or a group refers to it."""
         with self._writing():
-            location = self._payloads.write(trajectory)
+            location = self.payloads.write(trajectory)
         if trajectory.partition == "train":
             self._written[trajectory.id] = Stored(trajectory.id, location)
 
@@ -243,7 +232,7 @@ class Journal:
             self.given_to = step
 
     def drop(self, step: int, key: str, why: str) -> None:
-        """Record that a group will not be trained (again). Raises TrainError where the disk refuses."""
+        """Record that a group will not be trained. Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
     def restore(self, key: str) -> RestoredGroup | None:
@@ -281,7 +270,7 @@ class Journal:
     async def sync(self, run_blocking: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread) -> None:
         """Flush to disk (fsync) by ``run_blocking``: a power cut loses at most what comes after. Raises DiskError."""
         waited = self._waits()
-        files = [file for file in (self._pending, self._payloads, self._file) if file is not None]
+        files = [file for file in (self._pending, self.payloads, self._file) if file is not None]
 
         def flush() -> None:
             for file in files:
@@ -307,7 +296,7 @@ class Journal:
                 if late := sorted(self.unclaimed & self._written.keys()):
                     self._note("late", ids=late)
                 self._note("end")
-        for file in (self._pending, self._payloads, self._file):
+        for file in (self._pending, self.payloads, self._file):
             if file is not None:
                 file.close()
 
@@ -328,7 +317,7 @@ class Journal:
     def _stored(self, trajectory: Trajectory) -> Stored:
         if trajectory.id not in self._written:
             with self._writing():
-                self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
+                self._written[trajectory.id] = Stored(trajectory.id, self.payloads.write(trajectory))
         return self._written[trajectory.id]
 
     def _store_aside(self, trajectory: Trajectory) -> Stored:
@@ -338,7 +327,7 @@ class Journal:
             return Stored(trajectory.id, self._pending.write(trajectory), pending=True)
 
     def _file_of(self, stored: Stored) -> TrajectoryWriter | None:
-        return self._pending if stored.pending else self._payloads
+        return self._pending if stored.pending else self.payloads
 
     def _read(self, stored: Sequence[Stored]) -> list[Trajectory]:
         trajectories = []
@@ -354,7 +343,7 @@ class Journal:
         for orphan, finished in orphans:
             if orphan.id in pending:
                 # It is written again, with its group's reward.
-                self._payloads.invalidate(orphan.location)
+                self.payloads.invalidate(orphan.location)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
 
@@ -363,4 +352,4 @@ def _facts(key: str, entry: Entry, arrived: int) -> GroupFacts:
     assert entry.complete is not None
     values: dict[str, Any] = {name: entry.complete.facts[name] for name in _FACTS if name in entry.complete.facts}
     values["rewards"] = tuple(values.get("rewards", ()))
-    return GroupFacts(**values, key=key, arrived=arrived, uses=len(entry.takes))
+    return GroupFacts(**values, key=key, arrived=arrived)

@@ -2,14 +2,13 @@
 
 Events, each with ``event`` and these keys::
 
-    start   part, after_step, payload, max_uses    process ``part`` resumes from the checkpoint of a step;
-                                         trajectories.twz has ``payload`` bytes. Takes and drops of later steps are
-                                         undone. ``max_uses`` steps may train a group
+    start   part, after_step, payload    process ``part`` resumes from the checkpoint of a step; trajectories.twz has
+                                         ``payload`` bytes. Takes and drops of later steps are undone
     member  key, group, member, trajectories [, pending]    a member ended without an error
     group   key, group, head, facts, trajectories, baselines    a group is complete
     take    step, keys                   a train step was given these groups
     back    step, keys                   it ended without training these of them
-    drop    step, key, why               a group will not be trained (again)
+    drop    step, key, why               a group will not be trained
     orphan  trajectory, place            a kill came between writing a trajectory and its event
     late    ids                          trajectories that a custom manager put into no group in time
     end                                  the process ended in order, without a disk failure
@@ -71,25 +70,21 @@ class Entry:
     Attributes:
         complete: The group, once all of its members are there.
         arrived: Index in the order of completion, from 0.
-        takes: (train step, index in the order of all takes) of each step that was given it.
-        dropped: (step, why) where it will not be trained (again).
+        train_step: The step that was given it.
+        dropped: (step, why) where it will not be trained.
     """
 
     group_id: str
     members: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
     complete: CompleteGroup | None = None
     arrived: int = 0
-    takes: list[tuple[int, int]] = field(default_factory=list)
+    train_step: int | None = None
     dropped: tuple[int, str] | None = None
 
     @property
     def consumed(self) -> bool:
         """Whether it was trained or dropped."""
-        return bool(self.takes) or self.dropped is not None
-
-    def reusable(self, max_uses: int) -> bool:
-        """Return whether it was trained and may be trained again."""
-        return self.complete is not None and self.dropped is None and 0 < len(self.takes) < max_uses
+        return self.train_step is not None or self.dropped is not None
 
     def stored(self) -> Iterator[Stored]:
         """Yield its trajectories."""
@@ -114,7 +109,6 @@ class JournalState:
         self.payload: int | None = None
         self.starts: list[tuple[int, int]] = []
         self._groups = 0
-        self._takes = 0
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply an event.
@@ -140,9 +134,8 @@ class JournalState:
                 entry.dropped = None
             case "take":
                 for key in event["keys"]:
-                    self._takes += 1
                     if key in self.entries:
-                        self.entries[key].takes.append((int(event["step"]), self._takes))
+                        self.entries[key].train_step = int(event["step"])
             case "back":
                 for key in event["keys"]:
                     if key in self.entries:
@@ -155,31 +148,26 @@ class JournalState:
             case other:
                 raise ValueError(f"event is {other!r}")
 
-    def stored(self, max_uses: int) -> list[tuple[str, Entry]]:
-        """Return what was trained and may be trained again, by key, least recently trained first."""
-        reusable = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
-        return sorted(reusable, key=lambda key_and_entry: key_and_entry[1].takes[-1][1])
-
-    def forget_consumed(self, max_uses: int) -> None:
+    def forget_consumed(self) -> None:
         """Drop consumed entries from memory, except members in pending.twz that wait for their group reward."""
         self.entries = {
             key: entry
             for key, entry in self.entries.items()
-            if not entry.consumed or entry.reusable(max_uses) or any(stored.pending for stored in entry.stored())
+            if not entry.consumed or any(stored.pending for stored in entry.stored())
         }
 
     def undo_after(self, step: int) -> None:
         """Undo takes and drops of later steps: their weights are lost."""
         for entry in self.entries.values():
-            entry.takes = [take for take in entry.takes if take[0] <= step]
+            if entry.train_step is not None and entry.train_step > step:
+                entry.train_step = None
             if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
 
     def _undo_take(self, entry: Entry, step: int) -> None:
-        """Undo the last take of a group, and a later drop."""
-        of_step = [take for take in entry.takes if take[0] == step]
-        if of_step:
-            entry.takes.remove(of_step[-1])
+        """Undo the take of a group by a step, and a later drop."""
+        if entry.train_step == step:
+            entry.train_step = None
         if entry.dropped is not None and entry.dropped[0] == step:
             entry.dropped = None
 

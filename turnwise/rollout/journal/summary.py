@@ -21,7 +21,6 @@ class JournalSummary:
         dropped: Why a group was dropped, by its key.
         orphans: Trajectories that a kill left without a journal entry.
         late: Trajectories that a custom manager put into no group in time.
-        max_uses: How many steps may train a group.
         parts: (first byte in trajectories.twz, whether it ended in order) of each process.
         begins_after: The step that the first of them resumed from; 0 where the journal is complete.
     """
@@ -31,7 +30,6 @@ class JournalSummary:
     dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
-    max_uses: int = 1
     parts: list[tuple[int, bool]] = field(default_factory=list)
     begins_after: int = 0
 
@@ -46,11 +44,9 @@ class JournalSummary:
             steps[name].add(step)
         contradictions = []
         for name, its in steps.items():
-            if len(its) > self.max_uses:
-                too_many = "more than one step" if self.max_uses == 1 else f"more than {self.max_uses} steps"
-                contradictions.append(
-                    f"trajectory {name}: was trained in {too_many}: {', '.join(map(str, sorted(its)))}"
-                )
+            if len(its) > 1:
+                steps_text = ", ".join(map(str, sorted(its)))
+                contradictions.append(f"trajectory {name}: was trained in more than one step: {steps_text}")
             if (key := self.trajectories.get(name)) is None:
                 continue
             steps_taken = self.taken.get(key, [])
@@ -96,7 +92,7 @@ def summarize_journal(file: Path) -> JournalSummary:
         if kind == "start":
             summary.begins_after = summary.begins_after if summary.parts else int(event["after_step"])
             summary.parts.append((int(event.get("payload", 0)), False))
-            after_step, summary.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
+            after_step = int(event["after_step"])
             summary.taken = {
                 key: [step for step in steps if step <= after_step] for key, steps in summary.taken.items()
             }

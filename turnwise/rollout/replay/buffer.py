@@ -213,8 +213,6 @@ class NotifyingBuffer(ReplayBuffer):
 PARTITIONS = ("train", "val")
 _EVALUATED = Fifo()
 """Groups of an evaluation are neither weighed nor dropped."""
-OVER_KEEP_GROUPS = "keep_groups"
-"""Why a group is not trained once more that others took the place of."""
 # So many batches of groups that came back too old in one step mean that none will ever be new enough.
 _MAX_STALE_BATCHES = 16
 
@@ -250,8 +248,6 @@ class LocalReplayBuffer(NotifyingBuffer):
         self._strategy = strategy or Fifo()
         self._store = GroupStore(journal, memory_mb)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
-        for facts in self._store.reusable(self._strategy.keep_groups):
-            self._ready["train"][facts.id] = facts
         self._in_flight: dict[str, list[InFlight]] = {name: [] for name in PARTITIONS}
         self._batches: dict[int, list[GroupFacts]] = {}
         # The last step that asked for groups to train, before that the next one: what is dropped is dropped by it.
@@ -259,7 +255,7 @@ class LocalReplayBuffer(NotifyingBuffer):
         # How many groups were handed out, by partition and step; of the newest step only.
         self._taken: dict[tuple[str, int], int] = {}
         self._next_batch = 0
-        self._arrived = 1 + max((facts.arrived for facts in self._ready["train"].values()), default=-1)
+        self._arrived = 0
         self._refill: Callable[[int], bool] | None = None
         self._on_drop: Callable[[GroupFacts, str], None] | None = None
         self._dropped: Counter[str] = Counter()
@@ -422,8 +418,8 @@ class LocalReplayBuffer(NotifyingBuffer):
         Returns:
             The batch, and ``replay/ready`` (finished groups that remain), ``replay/in_flight`` (requested, unfinished
             groups), ``replay/failed`` (failed members of the batch's groups), ``replay/staleness_mean`` and ``_max``
-            (train steps between the sampling weights and the step's), ``replay/reused`` (groups trained before),
-            ``replay/reissued`` and ``replay/dropped/WHY`` (since the batch before).
+            (train steps between the sampling weights and the step's), ``replay/reissued`` and ``replay/dropped/WHY``
+            (since the batch before).
 
         Raises:
             TrainError: An id is unknown, or the groups are of two partitions.
@@ -452,13 +448,12 @@ class LocalReplayBuffer(NotifyingBuffer):
         reissued, self._reissued = self._reissued, 0
         ages = [group.staleness(step) for group in facts]
         return ref, {
-            "replay/ready": float(sum(group.uses == 0 for group in self.ready(partition))),
+            "replay/ready": float(len(self.ready(partition))),
             "replay/in_flight": float(len(self._in_flight[partition])),
             "replay/failed": float(sum(group.failed for group in facts)),
             "replay/staleness_mean": sum(ages) / max(1, len(ages)),
             "replay/staleness_max": float(max(ages, default=0)),
             "replay/reissued": float(reissued),
-            "replay/reused": float(sum(group.uses > 0 for group in facts)),
             **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
 
@@ -495,23 +490,9 @@ class LocalReplayBuffer(NotifyingBuffer):
         ]
 
     async def release(self, ref: BatchRef) -> None:
-        """Forget a batch after training. Idempotent.
-
-        Groups that may be trained again stay, up to ``keep_groups``; the least recently trained are evicted.
-        """
-        ready = self._ready["train"]
-        max_uses = self._strategy.max_uses if self._strategy.keep_groups else 0
+        """Forget a batch after training. Idempotent."""
         for facts in self._batches.pop(ref.id, ()):
-            if facts.partition == "train" and facts.uses + 1 < max_uses:
-                ready[facts.id] = replace(facts, uses=facts.uses + 1)
-            else:
-                self._store.forget(facts.id)
-        if not max_uses:
-            return
-        stored = [facts.id for facts in self.ready("train") if facts.uses]
-        for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
-            self._drop("train", group_id, OVER_KEEP_GROUPS)
-        self._notify()
+            self._store.forget(facts.id)
 
     def fail(self, error: BaseException) -> None:
         """Make every waiting and later ``sample`` raise; the first error counts. Call it on the loop's thread."""
@@ -544,11 +525,9 @@ class LocalReplayBuffer(NotifyingBuffer):
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts = self._ready[partition].pop(group_id)
         self._store.drop(self._step, group_id, why)
-        # Groups that were already trained are not missed by any step.
-        if facts.uses == 0:
-            self._dropped[why] += 1
-            if self._on_drop is not None:
-                self._on_drop(facts, why)
+        self._dropped[why] += 1
+        if self._on_drop is not None:
+            self._on_drop(facts, why)
 
     def _partition(self, name: str) -> dict[str, GroupFacts]:
         if name not in self._ready:

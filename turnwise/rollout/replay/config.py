@@ -22,16 +22,7 @@ from turnwise.plugins import check_contract, find_class, load_class_from_fqn, re
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import (
-    Bounded,
-    Fifo,
-    Mixed,
-    Order,
-    Prioritized,
-    StragglerDeadline,
-    Strategy,
-    stored_groups,
-)
+from turnwise.rollout.replay.strategies import Bounded, Fifo, Order, StragglerDeadline, Strategy
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -53,17 +44,13 @@ class ReplayConfig(Section):
     """Which finished groups a train step learns from, and where they are kept.
 
     Attributes:
-        strategy: ``on_policy``, ``bounded``, ``fifo``, ``prioritized``, ``mixed``, another registered name, or a custom
+        strategy: ``on_policy``, ``bounded``, ``fifo``, another registered name, or a custom
             class as ``path/to/file.py:Class``, with arguments as ``{name: ..., config: {...}}``. By default
             ``on_policy`` in ``sync``, else ``bounded``.
         max_staleness: Most train steps between the oldest weights that sampled a group and the weights it trains. By
-            default 1 with ``bounded``; unbounded with ``prioritized`` and ``mixed``.
+            default 1 with ``bounded``.
         when_stale: ``bounded``: ``wait`` for groups that would become too old; ``drop`` those that arrive too late.
         ahead: Batches requested beyond the one trained next.
-        alpha: ``prioritized``: exponent; 0 draws uniformly.
-        stored_share: ``mixed``: share of a batch that may be groups trained before.
-        max_uses: ``mixed``: most batches of a group, its first included.
-        keep_groups: ``mixed``: most trained groups kept.
         filter_groups: Drops groups with equal rewards, under any strategy; None disables it.
         buffer: A custom :class:`~turnwise.rollout.replay.buffer.LocalReplayBuffer` as ``path/to/file.py:Class``, with
             arguments as ``{name: ..., config: {...}}``.
@@ -75,10 +62,6 @@ class ReplayConfig(Section):
     max_staleness: NotNegative | None = None
     when_stale: Literal["drop", "wait"] = "wait"
     ahead: NotNegative = 1
-    alpha: Annotated[float, Field(ge=0)] = 0.6
-    stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    max_uses: PositiveInt = 2
-    keep_groups: PositiveInt = 256
     buffer: Annotated[NamedConfig | None, shorthand("name")] = None
     filter_groups: FilterGroupsConfig | None = None
     memory_mb: PositiveInt = 1024
@@ -135,7 +118,6 @@ class RunFacts:
 
     groups: int
     sync: bool
-    seed: int = 0
     min_members: int = 1
     tail: StragglerDeadline | None = None
 
@@ -204,21 +186,10 @@ def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:
     return Bounded(bound, config.when_stale, step_groups=facts.groups, order=facts.order)
 
 
-def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    bound, seed = config.max_staleness, facts.seed
-    return Mixed(config.stored_share, config.max_uses, config.keep_groups, bound, seed=seed)
-
-
-def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    return Prioritized(config.alpha, config.max_staleness, seed=facts.seed)
-
-
 STRATEGIES: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "on_policy": (lambda *_: Bounded(0, "drop", order="key"), ()),
     "bounded": (_bounded, ("max_staleness", "when_stale")),
     "fifo": (lambda _, facts: Fifo(facts.order), ()),
-    "prioritized": (_prioritized, ("max_staleness", "alpha")),
-    "mixed": (_mixed, ("max_staleness", "stored_share", "max_uses", "keep_groups")),
 }
 """The strategies that ship by name, and which keys each reads."""
 
@@ -234,12 +205,6 @@ def register_strategy(name: str) -> Callable[[S], S]:
         raise RegistryError(f"the strategy name {name!r} is that of one that ships: choose another name")
     check = partial(check_contract, Strategy, f"strategy {name!r}")
     return registering(name, CUSTOM_STRATEGIES, "strategy", check)
-
-
-def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
-    """Return how many steps may train a group."""
-    strategy = make_strategy(config, facts)
-    return strategy.max_uses if strategy.keep_groups else 1
 
 
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
@@ -293,6 +258,4 @@ def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None =
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> StalenessBound:
     """Return the staleness bound of the configured strategy."""
-    mixed = strategy_name(config, sync=facts.sync) == "mixed"
-    stored = stored_groups(config.stored_share, facts.groups) if mixed else 0
-    return StalenessBound(facts.groups - stored, config.ahead, allowed_staleness(config, sync=facts.sync))
+    return StalenessBound(facts.groups, config.ahead, allowed_staleness(config, sync=facts.sync))

@@ -45,13 +45,6 @@ class GroupStore:
             self._keys[facts.id] = key
         return facts
 
-    def reusable(self, limit: int) -> list[GroupFacts]:
-        """Return the facts of up to ``limit`` groups that may be trained again, least recently trained first."""
-        reusable = [] if self._journal is None else list(self._journal.reusable)
-        latest = reusable[max(0, len(reusable) - limit) :]
-        self._keys |= {facts.id: facts.key for facts in latest}
-        return latest
-
     @property
     def next_step(self) -> int:
         """The step that a run begins or resumes with."""
@@ -79,7 +72,7 @@ class GroupStore:
             self._journal.take(step, keys)
 
     def drop(self, step: int, name: str, why: str) -> None:
-        """Record that a group will not be trained (again), and forget it."""
+        """Record that a group will not be trained, and forget it."""
         if self._journal is not None and name in self._keys:
             self._journal.drop(step, self._keys[name], why)
         self.forget(name)

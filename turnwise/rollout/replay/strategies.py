@@ -12,7 +12,6 @@ from pydantic import Field
 
 from turnwise.config import Section
 from turnwise.rollout.core import GroupFacts
-from turnwise.seeding import stable_hash
 from turnwise.trajectory import TrajectoryGroup
 
 STALE = "stale"
@@ -52,15 +51,7 @@ class Choice:
 
 
 class Strategy(ABC):
-    """Chooses the groups of a batch.
-
-    Attributes:
-        keep_groups: Trained groups kept for reuse.
-        max_uses: Most batches of a group.
-    """
-
-    keep_groups: int = 0
-    max_uses: int = 1
+    """Chooses the groups of a batch. Each group is trained once."""
 
     @abstractmethod
     def choose(
@@ -69,7 +60,7 @@ class Strategy(ABC):
         """Choose or wait. Called at every change while a batch is requested.
 
         Args:
-            ready: Finished groups of the partition, in the order of arrival; those with ``uses`` were trained.
+            ready: Finished groups of the partition, in the order of arrival.
             in_flight: Groups in flight of the partition.
             step: The train step; it learns with the weights of version ``step - 1``.
             batch_size: Number of groups requested.
@@ -79,8 +70,7 @@ class Strategy(ABC):
     def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return how many needed groups are neither finished nor in flight, to be requested."""
         del step
-        fresh = sum(group.uses == 0 for group in ready)
-        return max(0, batch_size - fresh - len(in_flight))
+        return max(0, batch_size - len(ready) - len(in_flight))
 
 
 Order: TypeAlias = Literal["arrival", "key"]
@@ -186,126 +176,6 @@ class Bounded(Strategy):
         return False
 
 
-FLOOR = 0.01
-"""The priority of a group that teaches nothing: it may still be drawn."""
-
-_EPS = 1e-4
-"""As in ``algorithm.advantage: grpo``."""
-
-
-def priority(rewards: Sequence[float]) -> float:
-    """Return the mean magnitude of a group's advantages, plus a floor.
-
-    ``p = mean_i |A_i| + 0.01`` with ``A_i = (r_i - mean) / (std + 1e-4)``, the advantages of GRPO (arXiv:2402.03300,
-    section 4.1.2; std with n - 1). A group of one, or with equal rewards, has 0.01.
-    """
-    if len(rewards) < 2:
-        return FLOOR
-    mean = math.fsum(rewards) / len(rewards)
-    off = [abs(reward - mean) for reward in rewards]
-    std = math.sqrt(math.fsum(deviation * deviation for deviation in off) / (len(rewards) - 1))
-    return math.fsum(off) / len(rewards) / (std + _EPS) + FLOOR
-
-
-def weighted_shuffle(groups: Sequence[GroupFacts], weights: Sequence[float], seed: tuple[int, ...]) -> list[GroupFacts]:
-    """Return groups in a weighted random order without replacement.
-
-    Sorted by ``log(u) / w``, largest first, with u uniform (Efraimidis and Spirakis 2006, Weighted random sampling with
-    a reservoir). u derives from seed and request key, so the order does not depend on arrival.
-    """
-
-    def key(group: GroupFacts, weight: float) -> float:
-        uniform = (stable_hash("replay", *seed, group.key) + 1) / (2**63 + 1)
-        return math.log(uniform) / weight
-
-    keys = [key(group, weight) for group, weight in zip(groups, weights, strict=True)]
-    return [group for _, _, group in sorted(zip(keys, (g.id for g in groups), groups, strict=True), reverse=True)]
-
-
-class Prioritized(Strategy):
-    """Draws groups in proportion to ``priority ** alpha``, without replacement.
-
-    Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952, eq. 1, without its importance weights: groups
-    without a learning signal should be rarer.
-
-    Args:
-        alpha: Exponent; 0 draws uniformly.
-        bound: Most train steps of staleness, beyond which a group is dropped; None is unbounded, and undrawn groups
-            stay.
-    """
-
-    def __init__(self, alpha: float = 0.6, bound: int | None = None, *, seed: int = 0) -> None:
-        self._alpha = alpha
-        self._bound = bound
-        self._seed = seed
-
-    def choose(
-        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
-    ) -> Choice:
-        """Draw a batch of the finished groups."""
-        del in_flight
-        usable, choice = split_stale(ready, step, self._bound)
-        if len(usable) < batch_size:
-            return choice
-        weights = [priority(group.rewards) ** self._alpha for group in usable]
-        return Choice(
-            tuple(group.id for group in weighted_shuffle(usable, weights, (self._seed, step, taken))[:batch_size]),
-            choice.drop,
-        )
-
-
-class Mixed(Strategy):
-    """A share of each batch from groups trained before, the rest fresh, oldest first.
-
-    Stored groups are drawn uniformly among the least used. Fresh ones fill up what they lack.
-
-    Args:
-        stored_share: Share of stored groups in a batch; rounded down.
-        max_uses: Most batches of a group, its first included.
-        keep_groups: Most trained groups kept.
-        bound: Most train steps of staleness; None is unbounded.
-    """
-
-    def __init__(
-        self, stored_share: float, max_uses: int, keep_groups: int, bound: int | None = None, *, seed: int = 0
-    ) -> None:
-        self.keep_groups = keep_groups
-        self.max_uses = max_uses
-        self._share = stored_share
-        self._bound = bound
-        self._seed = seed
-
-    def choose(
-        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
-    ) -> Choice:
-        """Take fresh groups, and draw the rest."""
-        del in_flight
-        usable, choice = split_stale(ready, step, self._bound)
-        fresh = oldest_first([group for group in usable if group.uses == 0])
-        stored = self._stored(usable, batch_size, (self._seed, step, taken))
-        fresh_count = batch_size - len(stored)
-        if len(fresh) < fresh_count:
-            return choice
-        return Choice(tuple(group.id for group in (*fresh[:fresh_count], *stored)), choice.drop)
-
-    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
-        """Return the number of missing fresh groups."""
-        usable, _ = split_stale(ready, step, self._bound)
-        fresh = sum(group.uses == 0 for group in usable)
-        stored = self._stored(usable, batch_size, (self._seed, step, 0))
-        return max(0, batch_size - len(stored) - fresh - len(in_flight))
-
-    def _stored(self, fresh_enough: Sequence[GroupFacts], batch_size: int, seed: tuple[int, ...]) -> list[GroupFacts]:
-        usable = [group for group in fresh_enough if 0 < group.uses < self.max_uses]
-        shuffled = weighted_shuffle(usable, [1.0] * len(usable), seed)
-        return sorted(shuffled, key=lambda group: group.uses)[: stored_groups(self._share, batch_size)]
-
-
-def stored_groups(share: float, groups: int) -> int:
-    """Return the most stored groups of a batch."""
-    return int(share * groups + 1e-9)
-
-
 EQUAL = "equal"
 """Why a group is dropped whose members all earned the same."""
 
@@ -314,13 +184,13 @@ def why_filtered(facts: GroupFacts, metric: str) -> str | None:
     """Return why a group is dropped, or None.
 
     ``equal``: all compared members have the same value. ``no_METRIC``: none has such a reward. Groups with fewer than
-    two finished members, and those trained before, stay.
+    two finished members stay.
 
     Args:
         facts: The group.
         metric: The name of a reward; ``reward`` is the sum of all.
     """
-    if facts.uses or len(facts.rewards) < 2:
+    if len(facts.rewards) < 2:
         return None
     if metric not in facts.spread:
         return f"no_{metric.replace('/', '_')}"

@@ -18,6 +18,7 @@ from turnwise.errors import SandboxDied, SandboxError, SandboxFileNotFound, Sand
 from turnwise.sandboxes import output
 from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
 
+_REJECTED = "E2B, or the service at sandbox.config.api_url, rejected the API key that sandbox.config.api_key_env names"
 _GONE = (e2b.SandboxNotFoundException, e2b.SandboxNotRunningException)
 
 
@@ -29,7 +30,7 @@ def sdk_errors(sandbox: str) -> Iterator[None]:
     except SandboxError:
         raise
     except e2b.AuthenticationException as error:
-        raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
+        raise SandboxUnavailable(f"{_REJECTED}: {error}") from error
     except _GONE as error:
         raise SandboxDied(f"E2B sandbox {sandbox} is gone: {error}") from error
     except Exception as error:  # the SDK also raises plain ones, and errors of parsing an answer
@@ -42,7 +43,7 @@ def start_errors(what: str) -> Iterator[None]:
     try:
         yield
     except e2b.AuthenticationException as error:
-        raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
+        raise SandboxUnavailable(f"{_REJECTED}: {error}") from error
     except Exception as error:  # of the SDK, its HTTP client or its transport
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         wrong = isinstance(error, e2b.NotFoundException | e2b.InvalidArgumentException | e2b.TemplateException)

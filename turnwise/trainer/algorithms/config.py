@@ -37,7 +37,8 @@ from turnwise.trainer.algorithms.losses import (
     find_loss,
 )
 from turnwise.trainer.algorithms.losses.core import LossAggregation
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind
+from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
+from turnwise.trainer.algorithms.teacher_contexts import CONTEXTS
 
 
 class DistillConfig(Section):
@@ -51,6 +52,37 @@ class DistillConfig(Section):
 
     teacher: str
     reward_coef: NonNegativeFloat = 0.0
+
+
+class SelfDistillConfig(Section):
+    """Self-distillation at turns (``trainer/batch/self_distill.py``): the teacher is the policy, told more.
+
+    Attributes:
+        contexts: What is made known of a turn, of all that apply: ``error`` (the answers of its tools, where a call
+            failed), ``sibling`` (the continuation of a better attempt that parted at this turn), ``critique`` (notes of
+            judges), ``correction`` (the user's reply), or ``pkg.module:function``, which maps a ``RecordedTurn`` of
+            ``trainer/algorithms/teacher_contexts.py`` to a text or None.
+        weight: Share of the teacher's advantages, beside those of the rewards: 0 learns from rewards alone, 1 from the
+            teacher alone.
+    """
+
+    contexts: Annotated[list[ConfigReference], Field(min_length=1)]
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    @field_validator("contexts")
+    @classmethod
+    def _are_known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            try:
+                find(name, CONTEXTS, "contexts")
+            except RegistryError as error:
+                raise ValueError(str(error)) from error
+        return names
+
+    @property
+    def reward_coef(self) -> float:
+        """Weight of the rewards' advantages."""
+        return 1 - self.weight
 
 
 class AlgorithmConfig(Section):
@@ -74,6 +106,7 @@ class AlgorithmConfig(Section):
         kl: Penalty for leaving a reference model (``algorithms/kl.py``), or None.
         correction: Correction of the gap between trainer and rollout (``algorithms/correction.py``), or None.
         distill: Learning from a teacher's log-probabilities (``trainer/learn/distill.py``), or None.
+        self_distill: Learning from the policy's own, when it is told more, or None.
     """
 
     advantage: ConfigReference = "grpo"
@@ -91,6 +124,7 @@ class AlgorithmConfig(Section):
     kl: KLConfig | None = None
     correction: CorrectionConfig | None = None
     distill: DistillConfig | None = None
+    self_distill: SelfDistillConfig | None = None
 
     @field_validator("advantage", "loss")
     @classmethod
@@ -160,7 +194,9 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_are_read(self) -> Self:
-        if self.distill is None or self.distill.reward_coef:
+        if self.distill is not None and self.self_distill is not None:
+            raise ValueError("algorithm.distill and algorithm.self_distill are two teachers: remove one of them")
+        if not self.taught_alone:
             return self
         unread = {
             "algorithm.kl.where is reward": self.kl is not None and self.kl.where == "reward",
@@ -168,10 +204,11 @@ class AlgorithmConfig(Section):
             f"algorithm.advantage {self.advantage} needs greedy rollouts": self.greedy_baseline,
             f"algorithm.credit is {self.credit.name!r}": self.credit.name != "same",
         }
+        teacher = "self_distill.weight is 1" if self.distill is None else "distill.reward_coef is 0"
         if what := next((name for name, is_so in unread.items() if is_so), None):
             raise ValueError(
-                f"{what}, but algorithm.distill.reward_coef is 0: nothing is learned from rewards; give it a weight "
-                "above 0, or remove the other"
+                f"{what}, but algorithm.{teacher}: nothing is learned from rewards; give them a weight above 0, or "
+                "remove the other"
             )
         return self
 
@@ -242,15 +279,24 @@ class AlgorithmConfig(Section):
         return "baselines" in self.chosen_advantage().reads
 
     @property
+    def teacher(self) -> DistillConfig | SelfDistillConfig | None:
+        """What is learned from a teacher."""
+        return self.self_distill if self.self_distill is not None and self.self_distill.weight else self.distill
+
+    @property
+    def taught_alone(self) -> bool:
+        """Whether nothing is learned from rewards."""
+        return self.teacher is not None and not self.teacher.reward_coef
+
+    @property
     def compares_groups(self) -> bool:
         """Whether trajectories are compared within their group, so that a group of one has no gradient."""
-        taught_alone = self.distill is not None and not self.distill.reward_coef
-        return self.advantage in WITH_GROUPS and not taught_alone
+        return self.advantage in WITH_GROUPS and not self.taught_alone
 
     @property
     def leaves_out_dead(self) -> bool:
         """Whether groups of equal rewards are dropped; with distillation they still carry the teacher's signal."""
-        return self.drop_zero_variance and self.distill is None
+        return self.drop_zero_variance and self.teacher is None
 
     @property
     def idle_at_zero(self) -> bool:

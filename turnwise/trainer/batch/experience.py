@@ -7,19 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from turnwise.agents.roles import role_of
+from turnwise.agents.roles import JUDGES, role_of
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
 from turnwise.trainer.algorithms.rewards import step_rewards, with_penalties
 from turnwise.trainer.batch.guided_masks import resolve_guided
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
 from turnwise.trainer.core import RowKey, TrainRow, consistently_routed
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
+
+Scores = npt.NDArray[np.float32]
+"""Log-probabilities of a row's tokens, shape [tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +76,12 @@ class Experience:
     Attributes:
         rows: In the order of groups, trajectories and leaves; each has a trained token.
         metrics: Metrics of the input and of what was dropped.
+        contexts: What a teacher was told of turns, by the id of a trajectory and the number of the turn.
     """
 
     rows: list[TrainRow]
     metrics: dict[str, float] = field(default_factory=dict)
+    contexts: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
 def collect(
@@ -168,6 +176,52 @@ def build_experience(
     return Experience(rows, collected.metrics | metrics)
 
 
+def reverse_kl(student: Scores, teacher: Scores, clip: float = MAX_LOG_RATIO) -> Scores:
+    """Return the advantage of sampled tokens, ``log p_teacher - log p_student``, clamped to +-``clip``, shape [N].
+
+    Its expectation under the student is -KL(student || teacher) of the next token: that reverse divergence is what Gu
+    et al. 2023, MiniLLM (arXiv:2306.08543), eq. 2, and Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1,
+    minimise on the student's own samples. Later tokens are discounted by 0, as in Lu and Thinking Machines Lab 2025,
+    "On-Policy Distillation".
+    """
+    bounded: Scores = np.clip(teacher - student, -clip, clip)
+    return bounded
+
+
+def add_teacher_advantages(
+    experience: Experience,
+    scores: Sequence[Scores],
+    *,
+    reward_coef: float,
+    coef: float = 1.0,
+    clip: float = MAX_LOG_RATIO,
+) -> Experience:
+    """Combine the advantages of the rewards with those of a teacher.
+
+    Args:
+        experience: The rows of a step.
+        scores: By row the teacher's log-probabilities, float32 of shape [tokens]; NaN where it scores none.
+        reward_coef: Weight of the rewards' advantages.
+        coef: Weight of the teacher's.
+        clip: Bound of a token's log-ratio.
+    """
+    rows = []
+    gaps: list[Scores] = []
+    for row, teacher in zip(experience.rows, scores, strict=True):
+        scored = row.sample.loss_mask & np.isfinite(teacher)
+        reverse = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher), clip)
+        gaps.append(-reverse[scored])
+        rewards = reward_coef * np.asarray(row.advantage, np.float32)
+        advantage = np.where(scored, coef * reverse, np.float32(0)) + rewards
+        rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
+    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
+    trained = sum(row.sample.trained_tokens for row in rows)
+    metrics = {"distill/unscored_tokens": float(trained - len(gap))}
+    if len(gap):
+        metrics |= {"distill/reverse_kl": float(gap.mean()), "distill/gap_max": float(np.abs(gap).max())}
+    return replace(experience, rows=rows, metrics=experience.metrics | metrics)
+
+
 def _greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
     """Return the greedy rollout's reward of a policy by group id, averaged over a role's sessions."""
     baselines = [trajectory for group in groups for trajectory in group.baselines if trajectory.error is None]
@@ -189,8 +243,8 @@ def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, f
     """Return mean rewards and turns by role, if several; a frozen policy's name is appended."""
     roles: list[tuple[str, Trajectory]] = []
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        if trajectory.error is None:
-            role = role_of(trajectory.agent)
+        role = role_of(trajectory.agent)
+        if trajectory.error is None and not (trajectory.frozen and role == JUDGES):
             roles.append((role if trajectory.policy == policy else f"{role}@{trajectory.policy}", trajectory))
     rewards = _means((role, trajectory.reward) for role, trajectory in roles)
     turns = _means((role, _turn_count(trajectory)) for role, trajectory in roles)

@@ -313,7 +313,7 @@ class TrainConfig(Section):
     def replay_facts(self) -> RunFacts:
         """The facts outside its section that the replay buffer depends on."""
         sync, least = self.mode == "sync", self.rollout.min_members
-        return RunFacts(self.batch.groups, sync=sync, seed=self.seed, min_members=least, tail=self.batch.tail)
+        return RunFacts(self.batch.groups, sync=sync, min_members=least, tail=self.batch.tail)
 
     @model_validator(mode="after")
     def _whole_sections(self) -> Self:

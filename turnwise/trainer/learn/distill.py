@@ -1,15 +1,14 @@
-"""On-policy distillation: advantages from a teacher's log-probabilities of the sampled tokens."""
+"""On-policy distillation: a teacher's log-probabilities of the sampled tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from turnwise.chat.model_dir import read_model_dir
 from turnwise.errors import ConfigError, InferenceError, RenderError, RequestRefused
@@ -17,23 +16,8 @@ from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import FrozenPolicies
 from turnwise.model.core import ServedPolicy
 from turnwise.trainer.algorithms.config import DistillConfig
-from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
-from turnwise.trainer.batch.experience import Experience
+from turnwise.trainer.batch.experience import Scores
 from turnwise.trajectory import TrainSample
-
-Scores = npt.NDArray[np.float32]
-
-
-def reverse_kl(student: Scores, teacher: Scores) -> Scores:
-    """Return the advantage of sampled tokens, ``log p_teacher - log p_student``, clamped to +-20, shape [N].
-
-    Its expectation under the student is -KL(student || teacher) of the next token: that reverse divergence is what Gu
-    et al. 2023, MiniLLM (arXiv:2306.08543), eq. 2, and Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1,
-    minimise on the student's own samples. Later tokens are discounted by 0, as in Lu and Thinking Machines Lab 2025,
-    "On-Policy Distillation".
-    """
-    bounded: Scores = np.clip(teacher - student, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +69,6 @@ class Teacher:
         logprobs = np.full(len(sample.input_ids), np.nan, np.float32)
         logprobs[:scored] = await self.policy.client.score(sample.input_ids[:scored], session_id="")
         return logprobs
-
-
-def add_teacher_advantages(experience: Experience, scores: Sequence[Scores], config: DistillConfig) -> Experience:
-    """Combine the advantages of the rewards with those of the teacher, by row from :meth:`Teacher.score`."""
-    rows = []
-    gaps: list[Scores] = []
-    for row, teacher in zip(experience.rows, scores, strict=True):
-        scored = row.sample.loss_mask & np.isfinite(teacher)
-        reverse = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
-        gaps.append(-reverse[scored])
-        rewards = config.reward_coef * np.asarray(row.advantage, np.float32)
-        advantage = np.where(scored, reverse, np.float32(0)) + rewards
-        rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
-    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
-    trained = sum(row.sample.trained_tokens for row in rows)
-    metrics = {"distill/unscored_tokens": float(trained - len(gap))}
-    if len(gap):
-        metrics |= {"distill/reverse_kl": float(gap.mean()), "distill/gap_max": float(np.abs(gap).max())}
-    return Experience(rows, experience.metrics | metrics)
 
 
 def check_teacher(config: DistillConfig | None, frozen: Mapping[str, FrozenConfig], student: Path) -> None:

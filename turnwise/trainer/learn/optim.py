@@ -172,6 +172,14 @@ class OptimizerSet:
         self.zero_grad()
         return float((self._sampled_weights() - weights).norm() / weights.norm().clamp(min=1e-30))
 
+    def configure(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Have AdamW update by other settings from the next step on; norms and biases never decay."""
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            peaks[:] = [lr] * len(peaks)
+            for group in optimizer.param_groups:
+                decay = weight_decay if group["params"][0].ndim > 1 else 0.0
+                group.update(betas=betas, eps=eps, weight_decay=decay)
+
     def update(self, parameter: Tensor) -> None:
         """Update one parameter by AdamW, within :meth:`step`."""
         for optimizer in self.optimizers:
@@ -195,6 +203,12 @@ class OptimizerSet:
         """Zero the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def reset(self) -> None:
+        """Zero the gradients, and forget the state."""
+        self.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Yield name, parameter and live state of each parameter; the state is empty before its first update."""

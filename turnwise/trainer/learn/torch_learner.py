@@ -240,8 +240,12 @@ class TorchLearner(Learner):
         }
         torch.save(state, directory / OPTIMIZER_FILE)
 
-    def load(self, directory: Path) -> None:
-        """Restore parameters, optimizer state and counters, bit for bit."""
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        """Restore parameters, optimizer state and counters, bit for bit; or the parameters alone."""
+        if not optimizer:
+            self._optimizers.reset()
+            self._load_weights(directory)
+            return
         if not (directory / OPTIMIZER_FILE).is_file() and (directory / SHARDED_FILE).is_file():
             raise CheckpointError(
                 f"checkpoint {directory} was written by the engine fsdp ({SHARDED_FILE}), whose optimizer state the "

@@ -15,11 +15,11 @@ from turnwise.placement.usage import return_freed_memory
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.config import make_admission
 from turnwise.trainer.algorithms.gap import Gaps, GapWatch
-from turnwise.trainer.batch.experience import Experience, build_experience, collect
+from turnwise.trainer.batch.experience import Experience, add_teacher_advantages, build_experience, collect
+from turnwise.trainer.batch.self_distill import SelfTeacher
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.critic import critic_values
-from turnwise.trainer.learn.distill import add_teacher_advantages
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
@@ -49,7 +49,6 @@ _SUMS = (
     "replay/dropped/",
     "replay/failed",
     "replay/reissued",
-    "replay/reused",
     "replay/short",
     "replay/wait_s",
     "train/tokens",
@@ -78,9 +77,9 @@ async def sample_groups(
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
     step = run.state.step + 1
-    # Only hooks and custom credit read messages.
+    # Only hooks, custom credit and the contexts of a teacher read messages.
     reads_messages = bool(run.config.hooks) or any(
-        algorithm.credit.custom for algorithm in run.config.algorithms.values()
+        algorithm.credit.custom or algorithm.self_distill for algorithm in run.config.algorithms.values()
     )
     fields = ("tokens", "rewards", "metrics", *(("messages",) if reads_messages else ()))
     await run.hooks.step_begin()
@@ -308,7 +307,7 @@ async def _prepare_experience(policy: TrainedPolicy, batch: Batch, train_thread:
     distill = policy.config.algorithm.distill
     if policy.teacher is not None and distill is not None and experience.rows:
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
-        return add_teacher_advantages(experience, scores, distill)
+        return add_teacher_advantages(experience, scores, reward_coef=distill.reward_coef)
     return experience
 
 
@@ -323,12 +322,15 @@ def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
     )
     if not collected.metrics["batch/trajectories"]:
         return Experience([], collected.metrics)
+    recorded = collected.trajectories
     if policy.kl is not None:
         collected = policy.kl.reward_penalties(collected, policy.learner)
     values = critic_values(policy.critic, collected.trajectories, collected.samples, config.batch)
     experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature, values=values)
-    tools = tool_metrics(batch.groups, policy=policy.name)
-    experience.metrics |= tools
+    teacher = SelfTeacher.of(config, policy.renderer, policy.learner.logprobs)
+    if teacher is not None and experience.rows:
+        experience = teacher.teach(experience, recorded)
+    experience.metrics |= tool_metrics(batch.groups, policy=policy.name)
     experience.metrics |= dropped_tokens(
         batch.groups, collected.trajectories, collected.samples, experience.rows, policy=policy.name
     )
@@ -359,7 +361,8 @@ def _update(
 ) -> dict[str, float]:
     config, step = policy.config, run.state.step + 1
     for epoch in range(config.algorithm.epochs):
-        run.batches.write(step, [row.sample for row in experience.rows], epoch=epoch, policy=policy.name)
+        samples = [row.sample for row in experience.rows]
+        run.batches.write(step, samples, epoch=epoch, policy=policy.name, contexts=experience.contexts)
     metrics = update_policy(
         policy.learner,
         experience.rows,

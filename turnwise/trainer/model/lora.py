@@ -95,10 +95,10 @@ class LoRA:
         """Return type and shape of what :meth:`tensors` yields, by name."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors()}
 
-    def draw(self) -> None:
+    def draw(self, seed: int = _SEED) -> None:
         """Give factors that have no memory the values that they start from, on the CPU."""
         with torch.random.fork_rng():
-            torch.manual_seed(_SEED)
+            torch.manual_seed(seed)
             for layer in self._layers.values():
                 for linear in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
                     linear.to_empty(device=CPU)
@@ -107,6 +107,13 @@ class LoRA:
                 layer.reset_lora_parameters(_NAME, init_lora_weights=True)
         if self._path is not None:
             self.load(self._path)
+
+    def share_base(self, other: LoRA) -> None:
+        """Have the frozen weights of another model's bare one, which must be equal, and free those here."""
+        with self.removed(), other.removed():
+            shared = dict(other._wrapped.base_model.model.named_parameters())
+            for name, parameter in self._wrapped.base_model.model.named_parameters():
+                parameter.data = shared[name].data
 
     def whole(self) -> dict[str, Tensor]:
         """Return the state dict of the bare model with the adapters merged."""

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
+from turnwise.errors import FormatError
 from turnwise.model.core import MemoryUse
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 METRICS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 """Name (``*`` stands for any ending) and meaning of what the trainer logs."""
+
+METRICS_FILE = "metrics.jsonl"
 
 GB = 1e9
 """Bytes of a gigabyte."""
@@ -54,6 +59,38 @@ def split_policy(name: str) -> tuple[str, str]:
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as floats, without non-finite ones, which JSON cannot represent."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the effective records of a file; a partial last line of a killed process is skipped.
+
+    Records of steps that the next process repeated are dropped, and so are earlier evaluations with the same label and
+    step.
+
+    Raises:
+        FormatError: Another line is not a JSON object, or does not say where a process resumed.
+    """
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.endswith(b"}"):
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"{path}:{number}: not JSON: {error}") from error
+        if record.get("kind") == "start":
+            if not isinstance(resumed := record.get("step"), int):
+                raise FormatError(f"{path}:{number}: a start record has step {resumed!r}, which is no number")
+            records = [earlier for earlier in records if earlier.get("step", 0) <= resumed]
+            continue
+        if record.get("kind") == "eval":
+            records = [earlier for earlier in records if _evaluation(earlier) != _evaluation(record)]
+        records.append(record)
+    return records
+
+
+def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record.get("kind"), record.get("step"), record.get("label")
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, float]:

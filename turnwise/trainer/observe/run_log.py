@@ -25,10 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from turnwise.append_file import AppendFile
-from turnwise.errors import ConfigError, FormatError, TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.trainer.config.policy import LoggerConfig
 from turnwise.trainer.observe.loggers import LOGGERS, LoggedRun, Logger, chosen_logger
-from turnwise.trainer.observe.metrics import figures
+from turnwise.trainer.observe.metrics import METRICS_FILE, figures
 
 
 class JSONLLogger:
@@ -47,39 +47,6 @@ class JSONLLogger:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the effective records of a file; a partial last line of a killed process is skipped.
-
-    Records of steps that the next process repeated are dropped, and so are earlier evaluations with the same label and
-    step.
-
-    Raises:
-        FormatError: Another line is not a JSON object, or does not say where a process resumed.
-    """
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.endswith(b"}"):
-            continue
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise FormatError(f"{path}:{number}: not JSON: {error}") from error
-        if record.get("kind") == "start":
-            if not isinstance(resumed := record.get("step"), int):
-                raise FormatError(f"{path}:{number}: a start record has step {resumed!r}, which is no number")
-            records = [earlier for earlier in records if earlier.get("step", 0) <= resumed]
-            continue
-        if record.get("kind") == "eval":
-            records = [earlier for earlier in records if _evaluation(earlier) != _evaluation(record)]
-        records.append(record)
-    return records
-
-
-def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return record.get("kind"), record.get("step"), record.get("label")
-
-
-METRICS_FILE = "metrics.jsonl"
 CLOSE_S = 30.0
 """Seconds that a logger may take at the end to send what it was given."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from turnwise.engine.capacity import serves_float32
 from turnwise.errors import AuditError, FormatError, TrainError
 from turnwise.rollout.audit import BATCHES, AuditReport, audit_files
 from turnwise.rollout.records import Batches, read_batches
+from turnwise.trainer.algorithms.teacher_contexts import turn_contexts
 from turnwise.trajectory import Segment, TrainSample, Trajectory, path_masks, path_media, path_routes
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import VersionSpan
@@ -81,10 +83,52 @@ def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console:
     console = console or Console()
     report = audit_files(run)
     # Where the files contradict each other it is not known what to compute again.
+    if report.sound and (run / BATCHES).is_file():
+        recompute_contexts(run, report)
     if recompute and report.sound:
         recompute_logprobs(run, report, at_most=at_most)
     _show(run, report, console)
     return report
+
+
+def recompute_contexts(run: Path, report: AuditReport) -> None:
+    """Compute the texts of self-distillation again from the trajectories that were trained; add to the report.
+
+    Raises:
+        AuditError: The run's configuration cannot be read.
+        ConfigError: A function of the configuration cannot be imported.
+    """
+    batches = read_batches(run / BATCHES)
+    if not batches.contexts:
+        return
+    steps = {
+        row.trajectory: (row.step, row.policy) for row in batches.rows if (row.step, row.policy) in batches.contexts
+    }
+    config = _read_config(run)
+    sizes = Counter(steps.values())
+    attempts: defaultdict[tuple[int, str], list[Trajectory]] = defaultdict(list)
+    for trajectory in read_trajectories(run / TRAJECTORIES):
+        step = steps.get(trajectory.id)
+        if step is None:
+            continue
+        attempts[step].append(trajectory)
+        if len(attempts[step]) < sizes[step]:
+            continue
+        turns = turn_contexts(_self_distill(config, step[1])["contexts"], attempts.pop(step), run)
+        texts = {(turn.trajectory.id, turn.number): text for turn, text in turns}
+        for (trajectory_id, number), text in batches.contexts[step].items():
+            report.counts["contexts of self-distillation recomputed"] += 1
+            if texts.get((trajectory_id, number)) != text:
+                report.contradictions.append(
+                    f"{trajectory_id}: the context that taught turn {number} in step {step[0]} is not in the recording"
+                )
+
+
+def _self_distill(config: dict[str, Any], policy: str) -> dict[str, Any]:
+    """Return the configuration of a policy's self-distillation: its own, or else the run's."""
+    of_policy = (config.get("policies", {}).get(policy) or {}).get("algorithm") or {}
+    settings: dict[str, Any] = of_policy.get("self_distill") or config.get("algorithm", {}).get("self_distill") or {}
+    return settings
 
 
 def recompute_logprobs(run: Path, report: AuditReport, *, at_most: int = 256) -> None:

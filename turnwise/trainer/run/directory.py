@@ -32,7 +32,7 @@ from turnwise.rollout.journal.state import JOURNAL
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import format_lines, load_checked
 from turnwise.rollout.records import BatchWriter
-from turnwise.rollout.replay.config import allowed_uses, check_replay
+from turnwise.rollout.replay.config import check_replay
 from turnwise.tasks.core import Task
 from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.credit import load_credit
@@ -406,14 +406,13 @@ def open_files(
     """Open the files of a run; ``stack`` closes them, and ``console`` gets notices of failed loggers and torn files."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     cut, resumed_step = config.batch.max_tokens_per_row, start.state.step
-    uses = allowed_uses(config.replay, config.replay_facts)
     logged = LoggedRun(
         config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), resumed_step
     )
     exact = any(policy.config.inference.exact for policy in start.policies.values())
     kernels = capability() if exact else None
     files = RunFiles(
-        Journal.open(directory, part=part, after_step=resumed_step, max_uses=uses, say=say),
+        Journal.open(directory, part=part, after_step=resumed_step, say=say),
         BatchWriter(directory / BATCHES, part=part, after_step=resumed_step, max_tokens=cut, kernels=kernels),
         RunLog.open(logged, config.loggers, console, part=part),
         Diagnostics(directory, {name: (policy.config, policy.renderer) for name, policy in start.policies.items()}),

@@ -11,7 +11,7 @@ from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.preflight import PromptLimit, check_env_and_agent, check_specs, check_tools_shown, task_source
-from turnwise.rollout.replay.config import allowed_staleness, make_admission
+from turnwise.rollout.replay.config import allowed_staleness
 from turnwise.tasks.config import CurriculumConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import open_order
@@ -151,13 +151,8 @@ class TaskScheduler:
             self.issue(self.next(missing, group_size=group_size))
 
     def request_step(self, *, group_size: int | None = None) -> None:
-        """Request the groups of a ``sync`` step, less those in flight.
-
-        Stored groups fill the rest of a batch (``replay.strategy: mixed``); the buffer requests fresh ones if they run
-        out.
-        """
-        fresh = make_admission(self._config.replay, self._config.replay_facts).groups
-        self.top_up(self._config.batch.starts(fresh), group_size=group_size)
+        """Request the groups of a ``sync`` step, less those in flight."""
+        self.top_up(self._config.batch.starts(self._config.batch.groups), group_size=group_size)
 
     async def next_batch(self, step: int, groups: int) -> tuple[BatchRef, dict[str, float]]:
         """Return the next groups of a train step; see :meth:`~turnwise.rollout.core.ReplayBuffer.next_batch`."""
