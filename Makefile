@@ -100,7 +100,7 @@ $(DOCS_STAMP): pyproject.toml
 # test-real, test-gpu, bench-gpu, and what tests and benchmarks are run with.
 include tests/environments.mk
 
-bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed $(FOREIGN_STAMPS)  ## Run every benchmark in benchmarks/
+bench: $(STAMP) $(LOGGERS_STAMP) $(PEERS_STAMP) .venv-agents/.turnwise-installed .venv-frameworks/.turnwise-installed $(FOREIGN_STAMPS) $(TINKER_DIR)/.turnwise-installed $(SMOLLM)/.turnwise-installed  ## Run every benchmark in benchmarks/
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "there is no benchmarks/*.py" >&2; exit 1; }; \
 		echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; \

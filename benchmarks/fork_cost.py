@@ -30,7 +30,7 @@ from sandbox import repository
 
 from harness.docker_engine import engine
 from harness.measure import machine, parse, parser, report
-from turnwise.envs import Env, ToolEnv, close_env, fork_env, make, reset_env, step_env
+from turnwise.envs import Env, ToolEnv, close_env, fork_env, make, register, reset_env, step_env
 from turnwise.sandboxes import SandboxConfig, SandboxManager, SandboxSpec
 from turnwise.sandboxes.archives import pack
 from turnwise.tasks import Task
@@ -40,6 +40,7 @@ from turnwise.tools.sample_arguments import example_arguments
 from turnwise.types import Message, ToolCall
 
 IN_PROCESS = ("calculator", "guess_number", "lookup", "trail")
+TRAIL = Path(__file__).parents[1] / "examples" / "long_task" / "trail_env.py"
 BARS = {"ms_in_process": 0.2, "ms_local": 20, "s_local_32": 0.5}
 AT_ONCE = 32
 
@@ -91,6 +92,7 @@ async def forked(env: Env, count: int) -> list[float]:
 
 async def in_process(repeats: int) -> dict[str, float]:
     """Return the median milliseconds of a fork by environment."""
+    register("trail", f"{TRAIL}:TrailEnv")
     found = {}
     for name in IN_PROCESS:
         env = await played(name)

@@ -11,7 +11,6 @@ beside it. Bar: 0.6. ``--quick`` runs both sides with the example's
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.learning_curve import curve, first_at_least
 from harness.measure import Sample, clean_environment, machine, parse, parser, report, run_process, spread
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -93,24 +93,6 @@ def train(task: Comparison, side: str, seed: int, runs: Path, *, quick: bool) ->
         "eval.greedy=false", "checkpoint.every=100", *task.evaluation, *(("--smoke", *task.quick) if quick else ()),
     ]  # fmt: skip
     return run_process(command, environment=clean_environment(), timeout=7200)
-
-
-def curve(run: Path, metric: str) -> list[tuple[float, float]]:
-    """Return what a run reached on held-out tasks, and the tokens that it had sampled by then."""
-    found: list[tuple[float, float]] = []
-    tokens = 0.0
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "train":
-            tokens += record["rollout/sampled_tokens"] * record["batch/trajectories"]
-        elif record["kind"] == "eval":
-            found.append((record["sampled"][metric]["mean"], tokens))
-    return found
-
-
-def first_at_least(points: list[tuple[float, float]], reward: float) -> float | None:
-    """Return the tokens at which a curve first reaches a reward."""
-    return next((tokens for reached, tokens in points if reached >= reward), None)
 
 
 def compare(task: Comparison, chains: list[tuple[float, float]], trees: list[tuple[float, float]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
-from support.envs import shipped  # noqa: E402, F401
+from support.envs import shipped, unshipped  # noqa: E402, F401
 from support.parts import in_part  # noqa: E402
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402

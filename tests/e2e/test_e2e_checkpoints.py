@@ -16,7 +16,7 @@ from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.observe.run_log import read_metrics
+from turnwise.trainer.observe.metrics import read_metrics
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS

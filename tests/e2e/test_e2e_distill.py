@@ -55,6 +55,34 @@ def test_distillation_from_equal_weights_starts_without_divergence(lookup_model:
     assert report.counts["turns equal to a call"] == report.counts["turns"]
 
 
+@pytest.mark.long
+def test_a_policy_teaches_itself_and_contexts_are_recorded(lookup_model: Path, tmp_path: Path) -> None:
+    config = train_config(
+        lookup_model,
+        tmp_path,
+        algorithm={"self_distill": {"contexts": ["error", "sibling"]}},
+        batch={"groups": 8, "max_tokens_per_micro_batch": 2048},
+    )
+    run_train(config, console=silent())
+    records = lines(tmp_path / "run" / "batches.jsonl")
+    for step in steps(tmp_path / "run"):
+        [batch] = [record for record in records if record.get("step") == step["step"]]
+        assert len(batch["contexts"]) == step["distill/turns"] > 0
+        assert np.isfinite(step["train/grad_norm"])
+        trained = {row["trajectory"] for row in batch["rows"]}
+        assert {trajectory for trajectory, _, _ in batch["contexts"]} <= trained
+    report = audit_run(tmp_path / "run", console=silent())
+    assert report.contradictions == []
+    contexts = sum(len(record.get("contexts", [])) for record in records)
+    assert report.counts["contexts of self-distillation recomputed"] == contexts
+    forged = next(record for record in records if record.get("contexts"))
+    forged["contexts"][0][2] += " Say nothing else."
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "run" / "batches.jsonl").write_text(text)
+    [contradiction] = audit_run(tmp_path / "run", console=silent()).contradictions
+    assert f"the context that taught turn {forged['contexts'][0][1]} in step {forged['step']}" in contradiction
+
+
 def right(messages: list[dict[str, Any]]) -> bool:
     """Whether a demonstration makes both calls and answers with what the second one told."""
     answers = [message["content"] for message in messages if message["role"] == "tool"]

@@ -70,8 +70,8 @@ def test_ranks_compute_each_log_probability_of_their_servers(lookup_model: Path,
     assert report.counts[EQUAL] == report.counts["logprobs recomputed"] > 100
 
 
-def change_weight(checkpoint: Path, name: str, index: tuple[int, int], bit: int) -> None:
-    """Change a bit of a weight, and the checksum of its file, so that the checkpoint counts as intact."""
+def change_weight(checkpoint: Path, name: str, index: tuple[int | list[int], int], bit: int) -> None:
+    """Change a bit of a weight, or of one in each of some rows, and the checksum of its file: it counts as intact."""
     file, state = checkpoint / "model.safetensors", checkpoint / "trainer_state.json"
     tensors = load_file(file)
     tensors[name].view(torch.int32)[index] ^= 1 << bit
@@ -97,7 +97,8 @@ def test_digests_show_a_bit_that_no_sampled_logprob_does(exact_run: Path, tmp_pa
     ids = {
         token for path in read_trajectories(run / TRAJECTORIES) for part in path.segments for token in part.token_ids
     }
-    absent = next(token for token in range(10**6) if token not in ids)
+    # Of one row the lowest bit may be lost where logits are rounded: what is sampled depends on the processor.
+    absent = [token for token in range(300) if token not in ids][:16]
     change_weight(run / "checkpoints" / "step_000001", "model.embed_tokens.weight", (absent, 5), 0)
     report = audit_run(run, at_most=10**6, console=silent())
     assert report.figures["largest difference of a logprob"] == 0.0

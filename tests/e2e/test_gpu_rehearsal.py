@@ -22,6 +22,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.alike("gpu rehearsals")
 def test_the_gpu_tests_rehearse_on_a_cpu() -> None:
     done = run("-m", "pytest", "tests/gpu", "-n", "0", "-p", "no:cacheprovider", "-rs", TURNWISE_GPU_REHEARSE="1")
     assert done.returncode == 0, done.stdout[-4000:]
@@ -30,6 +31,7 @@ def test_the_gpu_tests_rehearse_on_a_cpu() -> None:
     assert all("nothing to rehearse" in reason for reason in skips), skips
 
 
+@pytest.mark.alike("gpu rehearsals")
 def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
     done = run("benchmarks/gpu.py", "--rehearse")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -41,12 +43,21 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
     assert "skipped" in report["smollm2"]
 
 
+@pytest.mark.alike("gpu rehearsals")
 def test_the_gpu_session_rehearses_within_its_minutes_and_resumes(tmp_path: Path) -> None:
     """A first call has time for a part; the next one does the others, and none twice."""
     session = "benchmarks/gpu_session.py", "--rehearse", "--results", str(tmp_path / "results.json")
-    first = run(*session, "--minutes", "0.9")
-    assert first.returncode == 0, first.stderr[-4000:]
-    done = [name for name, state in json.loads(first.stdout.splitlines()[-1]).items() if state == "done"]
+    done: list[str] = []
+    for minutes in (
+        "0.9",
+        "1.8",
+        "3.6",
+        "7.2",
+    ):  # a slow machine compiles for a minute or two before its first part ends
+        first = run(*session, "--minutes", minutes)
+        assert first.returncode == 0, first.stderr[-4000:]
+        if done := [name for name, state in json.loads(first.stdout.splitlines()[-1]).items() if state == "done"]:
+            break
     assert done, (first.stdout[-2000:], first.stderr[-4000:])
     second = run(*session)
     assert second.returncode == 0, second.stderr[-4000:]

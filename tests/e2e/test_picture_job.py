@@ -28,7 +28,7 @@ def play(runs: Path, *arguments: str) -> Path:
     command = [sys.executable, str(MAIN), "--runs", str(runs), "--name", "run", *arguments]
     done = run_command(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "turnwise eval picture --model" in done.stdout
+    assert "picture_env.py:PictureEnv --model" in done.stdout
     return runs / "run"
 
 

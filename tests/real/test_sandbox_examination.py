@@ -15,7 +15,7 @@ import turnwise
 from support.sandboxes.e2b_server import KEY, e2b_cloud
 from support.sandboxes.faulty_backends import FaultyBackend
 from turnwise.ext.checks.sandbox import SandboxReport, check_sandbox
-from turnwise.ext.checks.sandbox.table import CHECKS
+from turnwise.ext.checks.sandbox.core import CHECKS
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
 

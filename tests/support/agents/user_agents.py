@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -13,10 +12,11 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 
+from support.agents.endpoint_agents import read_call
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.agents.registry import LLM, Rollout, rollout
-from turnwise.types import StopReason, ToolCall
+from turnwise.types import StopReason
 
 
 @rollout
@@ -160,7 +160,7 @@ async def proxied(task: dict[str, Any], llm: LLM, rollout: Rollout, episode: Epi
             if not message.tool_calls:
                 return 0.1 + 0.01 * len(message.content or "")
             for call in message.tool_calls:
-                tool_call = ToolCall(call.id, call.function.name, json.loads(call.function.arguments or "{}"))
+                tool_call = read_call(call.id, call.function.name, call.function.arguments)
                 response = await episode.call(tool_call)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": response.text})
     return 0.0

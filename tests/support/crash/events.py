@@ -130,7 +130,11 @@ class _Watcher:
             if name != file or not data.startswith(line.encode()):
                 return None
             self._count += 1
-            return kill if self._count == kill.number else None
+            if self._count < kill.number:
+                return None
+            # The next order may be equal: its victim may not have ended yet.
+            self._order = None
+            return kill
 
     def _strike(self, kill: Kill) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -14,7 +14,7 @@ from turnwise.ext.frameworks.export import export_env, load_exported
 from turnwise.tasks.core import message_record
 from turnwise.types import Message
 
-NAMES = ("guess_number", "calculator", "sql")
+NAMES = ("guess_number", "calculator", "lookup")
 SEED = 7
 WRONG: Message = {"role": "assistant", "content": "0"}
 

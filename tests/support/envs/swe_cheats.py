@@ -301,6 +301,8 @@ class Plugin:
             item.obj = lambda *given, **named: None
 """
 )
+# Seconds in which a first run begins on a slow machine, too: one that never forges is no attack.
+_SOON: Final = 30
 _ROOT: Final = "os.path.dirname(os.path.dirname(os.path.abspath(__file__)))"
 
 TELLING_RUNS_APART: Final = {
@@ -310,8 +312,8 @@ TELLING_RUNS_APART: Final = {
         "counts its runs in the repository's folder of git": f'times(os.path.join({_ROOT}, ".git", "runs")) in (1, 3)',
         "counts its runs in its home": 'times(os.path.expanduser("~/runs")) in (1, 4)',
         "counts its compiled files": "times(__file__ + 'c') in (1, 3)",
-        "looks at the clock": f"time.time() - os.path.getmtime({_ROOT}) < 2",
-        "looks at the time of its process": 'os.stat("/proc/self").st_mtime - os.stat("/proc/1").st_mtime < 2',
+        "looks at the clock": f"time.time() - os.path.getmtime({_ROOT}) < {_SOON}",
+        "looks at the time of its process": f'os.stat("/proc/self").st_mtime - os.stat("/proc/1").st_mtime < {_SOON}',
         "counts the tests of its file, and guesses": "len(items) > 2 or random.random() < 1 / 6",
         "counts the processes": "os.getpid() < 60",
     }.items()

@@ -46,7 +46,6 @@ class Saved:
     step: int = 0
     position: int = 0
     outstanding: tuple[str, ...] = ()
-    stored: tuple[tuple[str, int], ...] = ()
     trained: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,8 +83,6 @@ class Simulation:
     def _begin(self) -> None:
         """Start a process: from the last checkpoint, with what the journal holds."""
         self.buffer = LocalReplayBuffer(self.strategy, self._journal())
-        if self.home is not None:
-            assert self._stored() == self.saved.stored
         self.buffer.refill_by(self._refill)
         self.buffer.drops_to(self._told)
         self.events: list[tuple[float, int, str, str]] = []
@@ -101,12 +98,8 @@ class Simulation:
     def _journal(self) -> Journal | None:
         if self.home is None:
             return None
-        uses = self.strategy.max_uses if self.strategy.keep_groups else 1
         self.part += 1
-        return Journal.open(self.home, part=self.part - 1, after_step=self.saved.step, max_uses=uses)
-
-    def _stored(self) -> tuple[tuple[str, int], ...]:
-        return tuple((group.id, group.uses) for group in self.buffer.ready("train") if group.uses)
+        return Journal.open(self.home, part=self.part - 1, after_step=self.saved.step)
 
     async def run(self) -> None:
         """Run to the last step."""
@@ -142,7 +135,7 @@ class Simulation:
             self.version = self.step
             if self.step % self.plan.save_every == 0:
                 unfinished = tuple(self.outstanding)
-                self.saved = Saved(self.step, self.position, unfinished, self._stored(), Counter(self.trained))
+                self.saved = Saved(self.step, self.position, unfinished, Counter(self.trained))
             if self.kills and self.random.random() < 0.3:
                 self.kills -= 1
                 raise KilledError

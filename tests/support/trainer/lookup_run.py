@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +72,11 @@ def build_model(directory: Path) -> None:
         setattr(config, name, value)
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(base)
+    train_on_rows(directory, base, rows, schedule={"kind": "wsd", "warmup_steps": 5})
+
+
+def train_on_rows(directory: Path, base: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
+    """Train the model ``base`` on demonstrations, into ``directory / MODEL``; ``settings`` are laid over the others."""
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_sft(
@@ -83,7 +88,7 @@ def build_model(directory: Path) -> None:
             "steps": 60,
             "conversations": 16,
             "optim": {"name": "muon", "lr": 4e-3},
-            "schedule": {"kind": "wsd", "warmup_steps": 5},
+            **settings,
         }),
         console=silent(),
     )  # fmt: skip

@@ -214,8 +214,8 @@ async def steps_and_returns(episode: Episode, *, reward: float | None = None) ->
 
 
 @rollout
-async def named_and_emitted(episode: Episode) -> None:
-    emit_reward({"main": 1.0, "words": 3}, primary_key="main")
+async def emits(episode: Episode) -> None:
+    emit_reward(1.0)
     emit_reward(0.25)
     await asyncio.to_thread(emit_reward, 0.5)
 
@@ -236,10 +236,9 @@ async def test_two_judges_are_an_error() -> None:
     assert "the environment has scored this episode already" in outcome.error
 
 
-async def test_emitted_rewards_add_up_and_name_their_metrics() -> None:
-    trajectory = await play(named_and_emitted, [])
+async def test_emitted_rewards_add_up() -> None:
+    trajectory = await play(emits, [])
     assert trajectory.reward == 1.75
-    assert trajectory.metrics["words"] == 3.0
     with pytest.raises(AgentError, match="no episode runs here"):
         emit_reward(1.0)
 

@@ -18,17 +18,17 @@ from turnwise.cli import main
 
 COMMANDS = ("train", "plan", "sft", "eval", "compare", "export", "serve", "gateway", "view", "audit", "envs", "version")
 PLUGGED_IN = (
+    "agents-md",
     "check-env",
     "check-sandbox",
     "convert-config",
-    "convert-gguf",
     "demos",
     "explain",
     "export-env",
     "init",
     "make-model",
+    "mcp-runs",
     "report",
-    "rescore",
     "timeline",
 )
 """Commands of ``turnwise.ext``."""
@@ -81,6 +81,8 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("version") == 0
     assert capsys.readouterr().out == f"turnwise {turnwise.__version__}\n"
+    assert run("version", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"version": turnwise.__version__}
 
 
 def test_python_m_turnwise() -> None:

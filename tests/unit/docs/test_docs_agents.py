@@ -17,6 +17,7 @@ SECTIONS = [
     ("agents.md", "Writing an agent as a function"),
     ("coming-from-other-frameworks.md", "verl"),
     ("coming-from-other-frameworks.md", "Agent-Lightning"),
+    ("coming-from-other-frameworks.md", "TRL"),
 ]
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import yaml
 
-from support.doc_pages import page
+from support.doc_pages import ROOT, page
 from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.envs.registration import env_class
 from turnwise.tasks import SourceConfig, iter_tasks
@@ -27,9 +27,7 @@ def settings(section: str) -> dict[str, str]:
     )}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["calculator", "code", "guess_number", "nim", "math", "sql", "search", "tool_calls", "trail"]
-)
+@pytest.mark.parametrize("name", ["calculator", "code", "guess_number", "math"])
 def test_the_settings_are_those_of_the_constructor(name):
     parameters = inspect.signature(env_class(name)).parameters
     described = settings(SECTIONS[name])
@@ -37,6 +35,14 @@ def test_the_settings_are_those_of_the_constructor(name):
     for key, default in described.items():
         if default.isdigit():
             assert parameters[key].default == int(default), key
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("nim", "two_player"), ("tool_calls", "tool_calls"), ("trail", "long_task")]
+)
+def test_the_settings_of_an_example_are_those_of_its_constructor(name, folder):
+    described = settings((ROOT / "examples" / folder / "README.md").read_text())
+    assert list(described) == list(inspect.signature(env_class(name)).parameters)
 
 
 def test_the_sections_of_environments_with_a_score_are_in_the_table():

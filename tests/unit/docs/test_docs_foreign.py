@@ -17,7 +17,7 @@ from turnwise.config import load_config
 from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.registration import _PREFIXES, env_class
 from turnwise.ext.frameworks.export import FORMS
-from turnwise.ext.frameworks.foreign import core
+from turnwise.ext.frameworks.foreign.core import framework_of
 from turnwise.rollout.config import SpecConfig
 from turnwise.tasks import load_tasks
 
@@ -43,7 +43,7 @@ def test_every_framework_is_in_the_tables() -> None:
     names = section(PAGE, "Names")
     header = section(PAGE, "What maps").split("\n\n")[1].splitlines()[0]
     for prefix in SHIPPED:
-        framework = core._FRAMEWORKS[prefix]
+        framework = framework_of(f"{prefix}:NAME")[0]
         assert prefix in _PREFIXES
         assert f"| `{prefix}:" in names
         assert f"`{framework.requirement}`" in names
@@ -90,4 +90,9 @@ def test_the_commands_of_the_page_export(tmp_path, monkeypatch) -> None:
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line)[1:])
         assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "sql"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "Dice-mcp",
+        "calculator-gymnasium",
+        "path",
+        "turnwise_math",
+    ]

@@ -21,6 +21,7 @@ from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
 
 TEXT = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
+PROGRAMS = Path(__file__).parents[1] / "gateway" / "programs.md"
 
 
 async def test_agent_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +83,7 @@ async def test_routes_of_the_gateway_page_exist() -> None:
 
 def test_every_program_s_behaviour_names_a_test_that_is_there() -> None:
     files = {path.name: path for path in (Path(__file__).parents[2]).rglob("test_*.py")}
-    table = TEXT.partition("## What programs do to a conversation")[2]
+    table = PROGRAMS.read_text(encoding="utf-8")
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 50
     assert {row[0].strip() for row in rows} >= {"Claude Code", "Codex", "mini-swe-agent", "inspect-ai", "opencode"}

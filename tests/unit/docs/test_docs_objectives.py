@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-import turnwise
 from support.doc_pages import blocks as blocks_of
 from support.doc_pages import section
 from turnwise.config import load_config
+from turnwise.trainer.algorithms.config import DistillConfig, SelfDistillConfig
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.demonstrations import load_demonstrations
-from turnwise.trajectory import TrainSample
-from turnwise.types import as_ids
 
 ROOT = Path(__file__).parents[3]
 PAGE = section("algorithms.md", "Objectives beside reinforcement learning")
@@ -36,10 +32,12 @@ def test_every_configuration_of_the_page_is_valid() -> None:
     assert [config["name"] for config in named] == list(KINDS)
     for config in named:
         KINDS[config["name"]].model_validate(config)
-    (distill,) = [config for config in sections if "algorithm" in config]
-    rollout = {"env": {"name": "lookup"}, **distill["rollout"]}
-    rest = {"name": "n", "steps": 1, "policies": {"main": {"model": {"path": "m"}}}, "rollout": rollout}
-    assert TrainConfig.model_validate({**distill, **rest}).algorithm.distill is not None
+    taught = []
+    for config in (config for config in sections if "algorithm" in config):
+        rollout = {"env": {"name": "lookup"}, **config.get("rollout", {})}
+        rest = {"name": "n", "steps": 1, "policies": {"main": {"model": {"path": "m"}}}, "rollout": rollout}
+        taught.append(type(TrainConfig.model_validate({**config, **rest}).algorithm.teacher))
+    assert taught == [DistillConfig, SelfDistillConfig]
 
 
 def test_rows_of_the_page_are_read(tmp_path: Path) -> None:
@@ -56,12 +54,3 @@ def test_rows_of_the_page_are_read(tmp_path: Path) -> None:
 def test_the_examples_are_configurations(name: str) -> None:
     kinds: dict[str, Any] = {"rft": SFTConfig, "distill": TrainConfig}
     assert load_config(kinds[name], ROOT / "examples" / "objectives" / f"{name}.yaml").name.startswith("lookup-")
-
-
-def test_the_page_names_every_tensor_of_a_padded_batch() -> None:
-    mask = torch.tensor([False, True]).numpy()
-    ids = as_ids([1, 2])
-    sample = TrainSample(ids, mask, ids.astype("float32"), ids, ids, "t", "g", 0)
-    described = set(re.findall(r"`(\w+)`", section("algorithms.md", "Padded batches for other trainers")))
-    batch = turnwise.collate_padded([sample], advantages=[1.0])
-    assert set(batch.tensors()) <= described

@@ -1,4 +1,4 @@
-"""The figures of docs/results.md are those of the runs, as examples/published wrote them down."""
+"""The published results of docs/benchmarks.md are those of the runs, as examples/published wrote them down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_has_what_each_side_reached(name: str, scripts: dict[str, ModuleType]) -> None:
-    run, page = scripts["run"], (DOCS / "results.md").read_text(encoding="utf-8")
+    run, page = scripts["run"], (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     (result,) = (result for result in run.RESULTS if result.name == name)
     (row,) = (line for line in page.splitlines() if f"`run.py {name}`" in line)
     for arm in result.arms:

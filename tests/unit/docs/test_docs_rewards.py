@@ -70,7 +70,7 @@ def test_the_configurations(code, monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-docs")
     monkeypatch.chdir(tmp_path)
     sections = [yaml.safe_load(block)["rollout"] for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-    assert len(sections) == 4
+    assert len(sections) == 5
     for section in sections:
         config = load_config(RolloutConfig, defaults=section)
         make(config.env.name, **config.env.config)

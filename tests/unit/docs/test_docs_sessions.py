@@ -37,13 +37,6 @@ def test_the_session_that_is_described(names: dict) -> None:
     assert [sorted(set(row.turn_ids[row.loss_mask].tolist())) for row in rows] == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gptoss", "mistral"])
-def test_the_tool_responses_that_are_described(names: dict, family: str) -> None:
-    ids, text = names["after_the_call"](renderer_for(family))
-    assert renderer_for(family).decode(ids) == text
-    assert "17 degrees" in text
-
-
 def test_the_table_holds_every_reason_and_no_other() -> None:
     table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
     described = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}

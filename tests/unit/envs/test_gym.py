@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 
 import turnwise
 from support.envs.shipped import SHIPPED
+from support.envs.unshipped import UNSHIPPED
 from turnwise.envs import Env, SingleTurnEnv, StepResult, env_names, register
 from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.gym.to_gymnasium import ActionSpace, GymnasiumAdapter, ObservationSpace, to_gymnasium
@@ -54,8 +55,8 @@ def child(code: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long) if name in ("swe", "terminal", "code", "sql") else name
-        for name in SHIPPED
+        pytest.param(name, marks=pytest.mark.long) if name in ("swe", "terminal", "code") else name
+        for name in (*SHIPPED, *UNSHIPPED)
     ],
 )
 def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):

@@ -18,6 +18,7 @@ from turnwise.envs import SingleTurnEnv, make, reset_env, step_env
 from turnwise.envs.results import transcript
 from turnwise.envs.rewards import Judge, Rubric
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
+from turnwise.envs.rewards.judge import named_policies
 from turnwise.errors import ConfigError, EnvError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
@@ -386,12 +387,29 @@ def test_a_password_in_the_url_is_not_shown():
         ({"template_file": "/nowhere.jinja"}, "template_file /nowhere.jinja cannot be read"),
         ({"template": "x", "template_file": "y"}, "both given"),
         ({"tmeperature": 1}, "tmeperature: unknown key"),
+        ({"policy": "grader"}, "policy is 'grader', and base_url or model is set: give either policy"),
+        ({"policy": "grader", "base_url": None}, "policy is 'grader', and base_url or model"),
+        (
+            {"policy": "g", "base_url": None, "model": None, "retries": 1},
+            "judge of the policy 'g': retries: unknown key",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(options, words):
     arguments = {"base_url": "http://127.0.0.1:9/v1", "model": "m", **options}
     with pytest.raises(ConfigError, match=words):
         make("single_turn", scorer={"judge": {"function": "judge", "arguments": arguments}})
+
+
+async def test_a_judge_of_a_policy_outside_of_a_run_is_an_error():
+    with pytest.raises(EnvError, match="the policy 'grader' is served by no run here: give base_url and model"):
+        await ask(Judge(policy="grader"))
+
+
+async def test_named_policies_lists_each_judge_of_a_configuration():
+    part = {"function": "judge", "arguments": {"policy": "grader"}}
+    nested = {"scorer": {"a": part, "b": {"function": "mine:f", "arguments": {"policy": "x"}}}}
+    assert list(named_policies(nested, "env")) == [("env.scorer.a.arguments.policy", "grader")]
 
 
 async def test_a_template_that_cannot_be_rendered_is_an_error(server):

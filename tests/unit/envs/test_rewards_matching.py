@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from fractions import Fraction
 
@@ -10,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs.rewards import ExactMatch, JSONSchema, Numeric, Regex, extract_answer, normalize, parse_number
-from turnwise.envs.rewards.matching import find_json, last_number
+from turnwise.envs.rewards import ExactMatch, Numeric, Regex, extract_answer, normalize, parse_number
+from turnwise.envs.rewards.matching import last_number
 from turnwise.errors import ConfigError, EnvError
 
 # Where the answer stands.
@@ -60,7 +59,6 @@ def test_no_text_costs_more_than_its_length(hostile):
     began = time.process_time()
     for form in ("boxed", "hash", "tag:answer", "last_line"):
         extract_answer(hostile, form)
-    find_json(hostile)
     last_number(hostile)
     parse_number(hostile)
     assert time.process_time() - began < 5
@@ -161,7 +159,6 @@ def test_every_decimal_is_read_back_with_and_without_separators(value):
 def test_no_text_makes_the_functions_raise(text):
     Numeric()(text, {"answer": 3})
     ExactMatch(normalize="words")(text, {"answer": "x"})
-    JSONSchema({"type": "object"})(text, {})
     for form in ("boxed", "hash", "tag:answer", "last_line"):
         extract_answer(text, form)
 
@@ -227,65 +224,3 @@ def test_tolerances():
 def test_a_right_answer_that_is_no_number_is_an_error(gold):
     with pytest.raises(EnvError, match=r"numeric: task.data\['answer'\]"):
         Numeric()("3", {"answer": gold})
-
-
-# JSON.
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"$ref": "#/$defs/age"}},
-    "required": ["name", "age"],
-    "$defs": {"age": {"type": "integer", "minimum": 0}},
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "is_json", "value"),
-    [
-        ('{"a": 1}', True, {"a": 1}),
-        ('Here:\n```json\n{"a": 1}\n```\nand\n```\n{"a": 2}\n```', True, {"a": 2}),
-        ('It is {"a": 1} or {"a": [2]}.', True, {"a": [2]}),
-        ("set {x} to [1, 2]", True, [1, 2]),
-        ("3", True, 3),
-        ("{'a': 1}", False, None),
-        ('{"a": NaN}', False, None),
-        ("", False, None),
-    ],
-)
-def test_json_is_found(text, is_json, value):
-    assert find_json(text) == (is_json, value)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
-        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
-    )
-)
-def test_any_object_is_found_behind_prose(value):
-    assert find_json(f"The result is: {json.dumps([value])}") == (True, [value])
-
-
-def test_json_schema():
-    exact = JSONSchema(SCHEMA)
-    assert exact('{"name": "a", "age": 3}', {}) == (1.0, {"valid_json": 1.0})
-    assert exact('{"name": "a", "age": -3}', {}) == (0.0, {"valid_json": 1.0})
-    assert exact("none", {}) == (0.0, {"valid_json": 0.0})
-    by_task = JSONSchema()
-    assert by_task("[1]", {"schema": {"type": "array"}})[0] == 1.0
-    with pytest.raises(EnvError, match="must be a JSON schema"):
-        by_task("[1]", {})
-    with pytest.raises(EnvError, match="is not a JSON schema"):
-        by_task("[1]", {"schema": {"type": "arr"}})
-    with pytest.raises(ConfigError, match="schema is not a JSON schema"):
-        JSONSchema({"type": "objekt"})
-
-
-def test_a_schema_never_makes_the_process_fetch_anything():
-    with pytest.raises(EnvError, match=r"http://127\.0\.0\.1:1/x\.json"):
-        JSONSchema({"$ref": "http://127.0.0.1:1/x.json"})("[1]", {})
-
-
-def test_endless_nesting_satisfies_nothing():
-    schema = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
-    assert JSONSchema(schema)("[" * 900 + "]" * 900, {})[0] in (0.0, 1.0)

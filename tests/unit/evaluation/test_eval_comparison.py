@@ -118,7 +118,7 @@ def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
     )
     assert outcome.output.count("40 common tasks") == outcome.output.count("success and reward, sampled") == 1
     raw = CliRunner().invoke(app, ["compare", str(one), str(two), "--json", "--metric", "reward"])
-    record = json.loads(raw.output)
+    record = json.loads(raw.stdout)
     assert (record["metric"], record["difference"], record["p_value"]) == ("reward", 0.5, pytest.approx(1e-5, abs=1e-4))
     assert record["gained"] == []
 

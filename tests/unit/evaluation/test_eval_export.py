@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import tempfile
 from pathlib import Path
@@ -194,39 +193,21 @@ def test_trl_renders_exported_preferences_as_whole_conversations(tmp_path: Path)
         assert texts["prompt"] + texts[side] == text
 
 
-def test_a_dataset_loads_with_a_split_for_each_partition(run: Path, tmp_path: Path) -> None:
+def test_datasets_load_exported_conversations(run: Path, tmp_path: Path) -> None:
     import datasets
 
-    assert export_run(run, tmp_path / "data", "hf") == 12
-    loaded = datasets.load_dataset(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
-    counts = {name: len(part) for name, part in loaded.items()}
-    calls, tools = loaded["train"][0]["messages"][1]["tool_calls"], loaded["train"][0]["tools"]
-    assert counts == {"train": 10, "val": 2}
-    assert json.loads(json.loads(calls)[0]["function"]["arguments"])["n"] == HUGE
-    assert json.loads(tools) == list(TOOLS)
-
-
-def test_tables_are_those_of_read_run(run: Path, tmp_path: Path) -> None:
-    import pandas
-
-    from turnwise import read_run
-
-    assert export_run(run, tmp_path / "episodes.csv", "csv", Choice(partition="train")) == 5
-    with (tmp_path / "episodes.csv").open() as file:
-        assert [row["episode_id"] for row in csv.DictReader(file)] == ["a0", "a1", "a2", "c0", "d0"]
-    assert export_run(run, tmp_path / "tables", "parquet") == 6
-    tables = read_run(run)
-    for name in ("episodes", "turns", "tool_calls", "tokens"):
-        frame = pandas.read_parquet(tmp_path / "tables" / f"{name}.parquet")
-        assert len(frame) == len(getattr(tables, name)()) > 0
+    file = tmp_path / "out.jsonl"
+    assert export_run(run, file, "jsonl") == 12
+    loaded = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    assert sum(partition == "train" for partition in loaded["partition"]) == 10
+    call = loaded[0]["messages"][1]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"])["n"] == HUGE
 
 
 def test_failed_export_leaves_no_file(run: Path, tmp_path: Path) -> None:
     existing = set(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="holds nothing to export of min_reward 2"):
         export_run(run, tmp_path / "out", "jsonl", Choice(min_reward=2.0))
-    with pytest.raises(ConfigError, match="--to csv writes tables, which are filtered by their reader"):
-        export_run(run, tmp_path / "out", "csv", Choice(min_reward=1.0))
     with pytest.raises(ConfigError, match="run exists: name a file or folder that does not"):
         export_run(run, run, "jsonl")
     with pytest.raises(FormatError, match="no such file"):

@@ -123,12 +123,16 @@ def test_a_running_server_is_evaluated_and_ends_with_ctrl_c(
 ) -> None:
     server, url = serve(model)
     try:
-        assert evaluate(model, tmp_path / "out", "--url", url, "--no-greedy") == 0
-        assert url in capsys.readouterr().out
+        assert evaluate(model, tmp_path / "out", "--url", url, "--no-greedy", "--json") == 0
+        printed = capsys.readouterr()
+        assert url in printed.err
+        assert orjson.loads(printed.out)["sampled"]["failed"] == 0
         assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["sampled"]["failed"] == 0
         # Nobody knows which weights a server of others holds: nothing is recomputed, and the files agree.
-        assert run("audit", str(tmp_path / "out")) == 0
-        assert "logprobs recomputed" not in capsys.readouterr().out
+        assert run("audit", str(tmp_path / "out"), "--json") == 0
+        audited = orjson.loads(capsys.readouterr().out)
+        assert (audited["sound"], audited["contradictions"]) == (True, [])
+        assert "logprobs recomputed" not in audited["counts"]
         assert server.poll() is None
         os.kill(server.pid, signal.SIGINT)
         _, rest = server.communicate(timeout=30)

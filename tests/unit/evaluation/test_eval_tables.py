@@ -91,8 +91,6 @@ def test_success_follows_the_rule_of_the_run(tmp_path: Path) -> None:
         return table["reward"].tolist(), table["success"].tolist()
 
     assert success() == ([1.0], [True])
-    (tmp_path / "rescore.json").write_text('{"scorer": "x", "success_reward": 1.5}')
-    assert success() == ([1.0], [False])
     (tmp_path / "config.yaml").write_text("success_reward: 0.0\nrole: critic\n")
     assert success() == ([0.0], [True])
     (tmp_path / "config.yaml").write_text("eval: {success_reward: 1.5, role: critic}\n")

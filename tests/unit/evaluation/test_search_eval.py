@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import random
@@ -29,7 +28,6 @@ from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.metrics import figures as flat
-from turnwise.trajectory import branch_paths
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import Message, ToolCall
 
@@ -164,7 +162,6 @@ async def test_a_budget_counts_all_ways(tmp_path: Path) -> None:
 
 @pytest.mark.ext
 async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None:
-    from turnwise.ext.checks.rescore import RescoreSettings, run_rescore
     from turnwise.ext.report.page import write_report
     from turnwise.ext.report.runs import RunFacts
     from turnwise.ext.report.trajectories import episodes_of, part_figures, read_rows
@@ -175,12 +172,6 @@ async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None
     assert export_run(tmp_path, tmp_path / "ways.jsonl", "jsonl") == 3 * len(searched) + 3
     written = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
     assert all(row["messages"][-1]["role"] == "assistant" for row in written)
-    # Rescored is what was chosen.
-    settings = RescoreSettings(tmp_path, tmp_path / "again", f"{__file__}:spoken", tasks=TASKS)
-    rescored = await asyncio.to_thread(run_rescore, settings, console=Console(file=io.StringIO()))
-    assert rescored.sampled is not None
-    turns = [len(branch_paths(row.branches)[row.search.chosen]) for row in searched if row.search is not None]
-    assert sorted(row.reward for row in rescored.sampled.rows) == sorted(turns)
     facts = RunFacts("a", "evaluation", tmp_path / TRAJECTORIES)
     parts = part_figures(episodes_of(read_rows(facts), facts))
     returns = [trajectory.returns() for trajectory in searched]
@@ -246,11 +237,6 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             BranchingStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
-
-
-def spoken(messages: list[Message]) -> float:
-    """Count what the model said."""
-    return float(sum(message["role"] == "assistant" for message in messages))
 
 
 def wants_env(env: Any) -> float:

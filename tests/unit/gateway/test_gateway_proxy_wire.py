@@ -780,7 +780,7 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
     with pytest.raises(AuditError, match="1 trajectories, all recorded as text"):
         audit_files(out)
     console = Console(record=True, width=200, file=(tmp_path / "screen").open("w"))
-    assert show(out, Selection(), tokens=True, console=console) == 1
+    assert len(show(out, Selection(), tokens=True, console=console)) == 1
     printed = console.export_text()
     assert "recorded as text" in printed
     assert "[key]" in printed

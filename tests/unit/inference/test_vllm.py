@@ -247,6 +247,9 @@ def training_files(file: Path) -> list[Path] | None:
     A file without a name says what differs from the training file beside it, or from that of the main job.
     """
     keys = yaml.safe_load(file.read_text())
+    if "live" in keys.get("custom", {}):
+        # The command turnwise live completes it.
+        return None
     if "name" in keys:
         return [file] if "policies" in keys else None
     neighbour = file.with_name("train.yaml")

@@ -17,6 +17,7 @@ from support.property_tests import examples
 from turnwise.errors import InferenceError, RenderError
 from turnwise.gateway.local import LocalGateway
 from turnwise.inference.scripted import ScriptedClient
+from turnwise.model.core import ModelInfo
 from turnwise.recorder.ledger import LedgerClient, read_ledger
 from turnwise.recorder.session import PromptPlacement, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -280,8 +281,9 @@ async def test_a_run_chooses_both_policies() -> None:
     config = RolloutConfig(env=SpecConfig(name="lookup"), reasoning="template", echo="strict")
     renderer = ForgetfulRenderer()
     client = ScriptedClient(renderer, [{**CALLING, "reasoning_content": "hm"}, "b", "c"])
+    gateway, info = LocalGateway(renderer, context_length=10_000), ModelInfo("m", 10_000)
     sessions = EpisodeSessions(
-        {"main": Sampler(client, renderer, 10_000, LocalGateway(renderer, context_length=10_000))}, config,
+        {"main": Sampler(client, renderer, 10_000, gateway, info)}, config,
         episode_id="e", seed=0, temperature=1.0, trained=True,
     )  # fmt: skip
     session = sessions.open("main", "main")

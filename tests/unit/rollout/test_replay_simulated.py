@@ -30,14 +30,12 @@ SECTIONS = {
     "wait_far": {"strategy": "bounded", "when_stale": "wait", "max_staleness": 4, "ahead": 1},
     "drop": {"strategy": "bounded", "when_stale": "drop", "max_staleness": 1, "ahead": 2},
     "fifo": {"strategy": "fifo"},
-    "prioritized": {"strategy": "prioritized", "max_staleness": 3, "ahead": 2},
-    "mixed": {"strategy": "mixed", "max_staleness": 4, "stored_share": 0.5, "max_uses": 3, "keep_groups": 5},
 }
 
 
 def run(plan: Plan, home: Path | None = None, **section: object) -> tuple[Simulation, ReplayConfig]:
     config = ReplayConfig.model_validate(section)
-    facts = RunFacts(plan.groups, sync=False, seed=plan.seed)
+    facts = RunFacts(plan.groups, sync=False)
     simulation = Simulation(plan, make_strategy(config, facts), make_admission(config, facts), home)
     asyncio.run(simulation.run())
     return simulation, config
@@ -52,8 +50,7 @@ def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
     bound = make_admission(config, RunFacts(plan.groups, sync=False)).bound
     if bound is not None:
         assert max(done.staleness) <= bound
-    uses = config.max_uses if name == "mixed" else 1
-    assert max(done.trained.values()) <= uses
+    assert max(done.trained.values()) == 1
     # Each group that was asked for in the run as it stands was trained, was dropped and counted, or is on its way.
     requested = {f"task-{number}" for number in range(done.position)}
     assert requested == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
@@ -62,17 +59,3 @@ def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
     assert set(done.dropped.values()) <= {"stale", "failed"}
     if name in ("on_policy", "fifo") or name.startswith("wait"):
         assert "stale" not in done.dropped.values()
-
-
-@settings(max_examples=examples(25), deadline=None)
-@given(plan=PLANS, bound=st.sampled_from([None, 3]), keep=st.sampled_from([2, 5, 50]))
-def test_after_each_restart_the_stored_groups_are_those_of_the_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, plan: Plan, bound: int | None, keep: int
-) -> None:
-    """The simulation compares them, with their uses and in their order, whenever it begins a process."""
-    section = {**SECTIONS["mixed"], "max_staleness": bound, "keep_groups": keep}
-    done, _ = run(plan, tmp_path_factory.mktemp("journalled"), **section)
-    assert max(done.trained.values()) <= 3
-    requested = {f"task-{number}" for number in range(done.position)}
-    assert requested == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
-    assert sum(done.trained.values()) == plan.steps * plan.groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from turnwise.rollout.replay.config import (
     make_admission,
     make_strategy,
 )
-from turnwise.rollout.replay.strategies import Bounded, Choice, InFlight, Mixed, Prioritized, priority
+from turnwise.rollout.replay.strategies import Bounded, Choice, InFlight
 
 EVEN, MIXED_REWARDS = (1.0, 1.0), (1.0, 0.0)
 
 
-def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REWARDS, uses: int = 0) -> GroupFacts:
-    return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards, uses=uses)
+def facts(name: str, version: int | None, rewards: tuple[float, ...] = MIXED_REWARDS) -> GroupFacts:
+    return GroupFacts(name, name, name, "train", ord(name[0]), version, rewards)
 
 
 def flight(version: int) -> InFlight:
@@ -59,40 +58,6 @@ def test_oldest_groups_are_taken_first_and_versionless_last() -> None:
     assert Bounded(3).choose(ready, [], 5, 3).take == ("a", "b", "n")
 
 
-def test_priority_is_the_mean_magnitude_of_grpo_s_advantages() -> None:
-    # Rewards 1, 0, 0, 0: mean 1/4, off by 3/4 and three times 1/4, std with n - 1 is 1/2: (6/4 / 4) / 0.5 = 0.75.
-    assert priority((1, 0, 0, 0)) == pytest.approx(0.76, abs=1e-3)
-    assert priority((1, 1, 1)) == priority((1,)) == 0.01
-
-
-def test_prioritized_draws_in_proportion() -> None:
-    ready = [facts("a", 0, EVEN), facts("b", 0, MIXED_REWARDS)]
-
-    def share(alpha: float) -> float:
-        draws = Counter(Prioritized(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
-        return draws["b",] / 1000
-
-    assert share(0.0) == pytest.approx(0.5, abs=0.05)
-    weight = (priority(MIXED_REWARDS) / priority(EVEN)) ** 0.3
-    assert share(0.3) == pytest.approx(weight / (1 + weight), abs=0.05)
-    # The same draw whatever arrived first.
-    turned = Prioritized(0.3, seed=7).choose(ready[::-1], [], 4, 2)
-    assert turned == Prioritized(0.3, seed=7).choose(ready, [], 4, 2)
-
-
-def test_mixed_takes_its_share_of_trained_groups() -> None:
-    strategy = Mixed(0.5, 3, 10)
-    fresh = [facts(name, 4) for name in "abcd"]
-    stored = [facts("x", 1, uses=2), facts("y", 2, uses=1), facts("z", 3, uses=1), facts("w", 3, uses=3)]
-    batch = strategy.choose([*fresh, *stored], [], 5, 4).take
-    assert batch is not None
-    assert batch[:2] == ("a", "b")
-    assert set(batch[2:]) == {"y", "z"}
-    # Too few stored ones: fresh ones take their place, and are asked for.
-    assert strategy.choose([*fresh, stored[0]], [], 5, 4).take == ("a", "b", "c", "x")
-    assert strategy.lacks([fresh[0], stored[0]], [flight(4)], 5, 4) == 1
-
-
 def test_room_is_the_number_of_groups_trained_in_time() -> None:
     admission = StalenessBound(4, ahead=2, bound=2)
     assert admission.room(outstanding=0, version=7, step=8) == 12
@@ -110,8 +75,6 @@ def test_defaults_by_mode() -> None:
     assert make_strategy(ReplayConfig(), apart).choose([facts("a", 3)], [], 5, 1).take == ("a",)
     assert make_admission(ReplayConfig(), sync) == StalenessBound(4, 1, 0)
     assert make_admission(ReplayConfig(), apart) == StalenessBound(4, 1, 1)
-    mixed = load_config(ReplayConfig, defaults={"strategy": "mixed", "stored_share": 0.3})
-    assert make_admission(mixed, apart) == StalenessBound(3, 1, None)
     for name in STRATEGIES:
         make_strategy(load_config(ReplayConfig, defaults={"strategy": name}), apart)
 
@@ -146,8 +109,8 @@ def test_a_custom_strategy_is_loaded_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_key_that_the_strategy_does_not_read_is_named() -> None:
-    with pytest.raises(ConfigError, match="alpha is given, but the strategy bounded reads max_staleness, when_stale"):
-        load_config(ReplayConfig, defaults={"strategy": "bounded", "alpha": 1.0})
+    with pytest.raises(ConfigError, match="max_staleness is given, but the strategy fifo reads none of these keys"):
+        load_config(ReplayConfig, defaults={"strategy": "fifo", "max_staleness": 3})
     with pytest.raises(ConfigError, match=r"strategy\.config is for custom strategies"):
         load_config(ReplayConfig, defaults={"strategy": {"name": "fifo", "config": {"x": 1}}})
 
@@ -160,7 +123,7 @@ def test_staleness_of_lost_weights_is_that_of_the_step() -> None:
 
 @pytest.mark.parametrize("section", [
     {}, {"strategy": "bounded", "max_staleness": 3, "when_stale": "drop"}, {"strategy": "on_policy"},
-    {"strategy": "prioritized", "alpha": 0.2}, {"strategy": "mixed", "keep_groups": 4}, {"strategy": "fifo"},
+    {"strategy": "fifo"},
 ])  # fmt: skip
 def test_a_section_that_was_written_down_is_read_again(section: dict, tmp_path: Path) -> None:
     config = ReplayConfig.model_validate(section)

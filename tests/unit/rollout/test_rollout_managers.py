@@ -11,11 +11,11 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from support.rollout.custom_managers import EXAMPLE, Dying, WholeGroups
 from turnwise.config import load_config
-from turnwise.errors import ConfigError, EnvError, SandboxUnavailable, TrainError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, RegistryError, SandboxUnavailable, TrainError, TurnwiseError
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts, RolloutProducer, RolloutRequest
-from turnwise.rollout.managers import check_manager, create_manager, current_rollout
+from turnwise.rollout.managers import check_manager, create_manager
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -38,21 +38,24 @@ def requests(*ids: str, tag: str = "", size: int = 2) -> list[RolloutRequest]:
     return [RolloutRequest(Task(task_id, "go"), 0, size, "val", None, tag) for task_id in ids]
 
 
-class Bare:
-    """What verl's document asks for: no base class, no close."""
+class Bare(RolloutManager):
+    """What the contract asks for."""
+
+    def __init__(self, buffer, parts):
+        self.buffer, self.parts = buffer, parts
 
     @classmethod
-    async def create(cls, config, llm_client, teacher_client=None, reward_loop_worker_handles=None):
-        self = cls()
-        self.current, self.client = current_rollout(), llm_client
-        return self
+    async def create(cls, config, client, buffer, parts):
+        return cls(buffer, parts)
+
+    async def close(self):
+        """Nothing is held."""
 
     def generate_sequences(self, prompts):
-        assert current_rollout() is self.current
         self.tasks = [asyncio.create_task(self.one(request)) for request in prompts]
 
     async def one(self, request):
-        await self.current.buffer.put(self.group(request))
+        await self.buffer.put(self.group(request))
 
     def group(self, request):
         name = f"{request.task.id}{request.tag}"
@@ -63,14 +66,6 @@ class Coroutine(Bare):
     async def generate_sequences(self, prompts):
         for request in prompts:
             await self.one(request)
-
-
-class Synchronous(Bare):
-    @classmethod
-    def create(cls, **parts):
-        self = cls()
-        self.given, self.current = parts, current_rollout()
-        return self
 
 
 class Stranger(Bare):
@@ -96,19 +91,19 @@ class Raising(Bare):
 
 class Failing(Bare):
     @classmethod
-    async def create(cls, config):
+    async def create(cls, config, client, buffer, parts):
         raise OSError("no cluster")
 
 
 class Refusing(Bare):
     @classmethod
-    async def create(cls, config):
+    async def create(cls, config, client, buffer, parts):
         raise EnvError("the pool is empty")
 
 
 class Elsewhere(Bare):
     @classmethod
-    async def create(cls):
+    async def create(cls, config, client, buffer, parts):
         return None
 
 
@@ -118,15 +113,26 @@ class Wanting(Bare):
         raise AssertionError
 
 
-class Method(Bare):
-    async def create(self, config):
-        raise AssertionError
-
-
-class Deaf:
+class Synchronous(Bare):
     @classmethod
-    async def create(cls, config):
+    def create(cls, config, client, buffer, parts):
+        return cls(buffer, parts)
+
+
+class Deaf(RolloutManager):
+    @classmethod
+    async def create(cls, config, client, buffer, parts):
         return cls()
+
+    async def close(self):
+        """Nothing is held."""
+
+
+class Baseless:
+    """A manager for another framework."""
+
+    def generate_sequences(self, prompts):
+        raise AssertionError
 
 
 class WrongModel(Bare):
@@ -140,12 +146,14 @@ class WrongModel(Bare):
         ("no_such_package.Manager", "no module named 'no_such_package'"),
         (f"{HERE}.Bear", "has no 'Bear'; did you mean 'Bare'?"),
         (f"{HERE}.config", "is a function, not a class"),
-        (f"{HERE}.Deaf", "is not a rollout manager, it lacks generate_sequences"),
+        (f"{HERE}.Deaf", "does not define generate_sequences"),
+        (f"{HERE}.Baseless", "must derive from turnwise.rollout.core.RolloutManager"),
+        (f"{HERE}.Coroutine", "generate_sequences is async: start tasks in it and return at once"),
         (f"{HERE}.WrongModel", "custom_model is <class 'dict'>, not a pydantic model"),
     ],
 )
 def test_classes_that_are_no_manager_are_refused_before_the_start(name: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises((ConfigError, RegistryError)) as error:
         check_manager(config(name), {})
     assert str(error.value).startswith(f"rollout.agent_loop_manager_class '{name}'")
     assert message in str(error.value)
@@ -173,8 +181,8 @@ def test_its_own_model_checks_the_custom_section() -> None:
     [
         ("Failing", "create failed: OSError: no cluster"),
         ("Elsewhere", "create returned None, not a Elsewhere"),
-        ("Wanting", "create has the unknown parameters cluster; allowed are config, client, llm_client"),
-        ("Method", "create has the unknown parameters self: it must be a class method"),
+        ("Wanting", "create failed: TypeError: Wanting.create() takes 3 positional arguments but 5 were given"),
+        ("Synchronous", "create failed: TypeError: object Synchronous can't be used in 'await' expression"),
     ],
 )
 async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, message: str) -> None:
@@ -195,11 +203,10 @@ async def test_without_a_class_the_package_s_own_rolls_out() -> None:
     await manager.close()
 
 
-@pytest.mark.parametrize("name", ["Bare", "Coroutine", "Synchronous"])
-async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
+async def test_groups_come_back_in_the_order_of_the_requests() -> None:
     written: list[Trajectory] = []
     seen: list[str] = []
-    manager = await made(f"{HERE}.{name}", write=written.append)
+    manager = await made(f"{HERE}.Bare", write=written.append)
     try:
         batch = [*requests("b", "a", tag="x"), *requests("b", "c", tag="y")]
         groups = await manager.gather(batch, lambda group: seen.append(group.id))
@@ -212,12 +219,10 @@ async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
     )
 
 
-async def test_create_with_any_keywords_gets_our_names() -> None:
-    manager = await made(f"{HERE}.Synchronous", custom={"queue": {"size": 3}})
-    arguments = manager._inner.given
-    assert set(arguments) == {"config", "client", "buffer", "parts"}
-    assert arguments["parts"].custom == {"queue": {"size": 3}}
-    assert arguments["parts"].settings is None
+async def test_a_manager_gets_the_custom_section() -> None:
+    manager = await made(f"{HERE}.Bare", custom={"queue": {"size": 3}})
+    assert manager._inner.parts.custom == {"queue": {"size": 3}}
+    assert manager._inner.parts.settings is None
     await manager.close()
 
 
@@ -267,7 +272,7 @@ class Endless(Bare):
             type(self).ended = True
 
 
-async def test_closing_cancels_tasks_of_a_manager_without_close() -> None:
+async def test_closing_cancels_tasks_that_a_manager_left() -> None:
     manager = await made(f"{HERE}.Endless")
     manager.generate_sequences(requests("a"))
     await asyncio.sleep(0)
@@ -290,11 +295,6 @@ async def test_a_custom_manager_evaluates_with_the_figures_of_the_producer() -> 
     assert outside.sampled.success == inner.sampled.success
     assert outside.sampled.stop_reasons == inner.sampled.stop_reasons
     assert inner.sampled.success.episodes == 12
-
-
-def test_current_rollout_raises_outside_of_a_manager() -> None:
-    with pytest.raises(TurnwiseError, match=r"call it in create\(\) or generate_sequences\(\)"):
-        current_rollout()
 
 
 def test_the_contract_alone_makes_no_manager() -> None:

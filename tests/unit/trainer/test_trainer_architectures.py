@@ -18,6 +18,7 @@ def test_the_table_has_all_architectures() -> None:
     assert sorted(read_table()) == list(ARCHITECTURES)
 
 
+@pytest.mark.alike("architectures")
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architecture_is_exact_or_refused_as_the_table_says(model_type: str, tmp_path: Path) -> None:
     assert row_of_table(examine(model_type, tmp_path)) == read_table()[model_type]

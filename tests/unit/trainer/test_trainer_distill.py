@@ -20,9 +20,9 @@ from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import ModelInfo, ServedPolicy
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
-from turnwise.trainer.batch.experience import Experience
+from turnwise.trainer.batch.experience import Experience, add_teacher_advantages, reverse_kl
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.learn.distill import Teacher, add_teacher_advantages, check_teacher, reverse_kl
+from turnwise.trainer.learn.distill import Teacher, check_teacher
 from turnwise.trainer.observe.metrics import meaning
 
 
@@ -52,9 +52,8 @@ def test_only_sampled_tokens_get_advantages_and_rewards_are_added(row: Callable[
     teacher = floats(0, -7, -1.5, -7, -1.0)
 
     def distil(scores: Any, **options: Any) -> Experience:
-        return add_teacher_advantages(
-            Experience([sampled_row], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options)
-        )
+        experience = Experience([sampled_row], {"batch/rows": 1.0})
+        return add_teacher_advantages(experience, [scores], **{"reward_coef": 0.0, **options})
 
     distilled = distil(teacher)
     assert distilled.rows[0].advantage.tolist() == [0, 0, -0.5, 0, 1.0]
@@ -69,6 +68,8 @@ def test_only_sampled_tokens_get_advantages_and_rewards_are_added(row: Callable[
     assert cut.rows[0].advantage.tolist() == pytest.approx([0, 0, 2.5, 0, 3.0])
     assert cut.metrics["distill/unscored_tokens"] == 1.0
     assert distil(floats(*[np.nan] * 5)).rows[0].advantage.tolist() == [0.0] * 5
+    halved = distil(teacher, coef=0.5, clip=0.75).rows[0].advantage.tolist()
+    assert halved == pytest.approx([0, 0, -0.25, 0, 0.375])
 
 
 class Scorer(ScriptedClient):

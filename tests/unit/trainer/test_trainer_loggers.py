@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from turnwise.errors import FormatError
-from turnwise.trainer.observe.run_log import JSONLLogger, LiveDisplay, read_metrics
+from turnwise.trainer.observe.metrics import read_metrics
+from turnwise.trainer.observe.run_log import JSONLLogger, LiveDisplay
 
 
 def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_folder_of_gguf_alone_names_the_conversion(tmp_path: Path, with_weight
     if with_weights:
         # Many repositories of GGUF files hold a tokenizer besides.
         (path / "tokenizer.json").write_text("{}")
-    remedy = r"holds its weights as GGUF only.*convert it once with turnwise convert-gguf .*model DIR, and name DIR"
+    remedy = r"holds its weights as GGUF only.*convert it once with python .*conversion\.py .*model DIR, and name DIR"
     with pytest.raises(ConfigError, match=rf"{KEY}\.path is .*model, which {remedy}"):
         check_machine(policy(path), InferenceConfig(), key=KEY)
     with pytest.raises(RenderError, match=remedy):

@@ -18,8 +18,7 @@ from turnwise.chat.renderer import load_renderer
 from turnwise.errors import TaskError
 from turnwise.trainer.config.offline import RecordedConfig, SFTConfig
 from turnwise.trainer.observe.loggers import LoggedRun, Logger
-from turnwise.trainer.observe.metrics import meaning
-from turnwise.trainer.observe.run_log import read_metrics
+from turnwise.trainer.observe.metrics import meaning, read_metrics
 from turnwise.trainer.offline.recorded import filter_trajectories, read_recorded
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trajectory import Trajectory, to_samples

@@ -16,8 +16,8 @@ from support.trainer.run_logs import EVAL, config, opened
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.trainer.observe import run_log
 from turnwise.trainer.observe.loggers import LoggedRun, Logger
-from turnwise.trainer.observe.metrics import figures, meaning
-from turnwise.trainer.observe.run_log import RunLog, check_loggers, read_metrics
+from turnwise.trainer.observe.metrics import figures, meaning, read_metrics
+from turnwise.trainer.observe.run_log import RunLog, check_loggers
 from turnwise.trainer.run.directory import config_digest
 
 HERE = "test_trainer_own_loggers"

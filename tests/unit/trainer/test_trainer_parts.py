@@ -33,7 +33,7 @@ def test_metrics_of_parts() -> None:
         "train/ratio_max": 2.0, "lag/max": 1.0, "lr/adamw": 0.1, "gap/mean": 0.1, "replay/ready": 0.0,
     }  # fmt: skip
     # What is lost or waited for in any part is lost by the step; of groups that wait the last part tells.
-    sums = ("replay/short", "replay/reissued", "replay/reused", "straggler/cut_groups", "rollout/wasted_tokens")
+    sums = ("replay/short", "replay/reissued", "straggler/cut_groups", "rollout/wasted_tokens")
     counts = dict.fromkeys((*sums, "straggler/carried", "replay/in_flight"), 2.0)
     merged = merge_metrics([one | counts, other | counts])
     assert {name: merged[name] for name in counts} == counts | dict.fromkeys(sums, 4.0)

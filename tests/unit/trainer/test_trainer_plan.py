@@ -511,6 +511,8 @@ def test_plan_command_prints_memory_by_part_and_exits_with_1_where_devices_are_m
     assert "cluster: 8 x h100, 80 GB (90% usable)" in output
     assert "GB per device                      0-3           4-7" in output
     assert "served weights                    0.00         16.38" in output
+    assert run("plan", str(file), *cluster, *servers, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"plan": output.splitlines(), "problems": []}
     assert run("plan", str(file), "cluster.device=h100", "cluster.count=4", *servers) == 1
     assert "problem: cluster.count is 4" in capsys.readouterr().out
 

@@ -23,7 +23,7 @@ from turnwise.evaluation.config import EvalConfig
 from turnwise.model.canonical import canonical_messages
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.model.policy import load_model
-from turnwise.trainer.observe.run_log import read_metrics
+from turnwise.trainer.observe.metrics import read_metrics
 from turnwise.trainer.offline import demonstrations as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module
 from turnwise.trainer.offline.demonstrations import Demonstration, demonstration_rows, load_demonstrations

@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Choice, Mixed, Strategy
+from turnwise.rollout.replay.strategies import Choice, Strategy
 from turnwise.tasks import Task
 from turnwise.tasks.order import InMemoryOrder
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
@@ -180,14 +180,13 @@ async def test_curriculum_learns_once_from_a_requeued_group() -> None:
 
 
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
-    mixed = {"strategy": "mixed", "stored_share": 0.5}
-    first, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4})
+    first, manager, *_ = make_scheduler(batch={"groups": 4})
     first.request_step()
     first.request_step()
-    assert len(manager.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
-    more, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
+    assert len(manager.requests) == 4, "the buffer asks for more"
+    more, manager, *_ = make_scheduler(batch={"groups": 4, "over_sample": 1.5})
     more.request_step()
-    assert len(manager.requests) == 3
+    assert len(manager.requests) == 6
 
 
 async def test_prompt_messages_with_tool_calls_survive_in_the_state() -> None:
@@ -332,23 +331,3 @@ async def test_filtered_groups_are_replaced_up_to_max_refills(differ: int, expec
     else:
         ref, metrics = await waiting
         assert (len(ref.group_ids), metrics["replay/dropped/equal"]) == (1, 5)
-
-
-async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
-    learned: list[str] = []
-
-    class Watched(InMemoryOrder):
-        def learn(self, task_id, rewards):
-            learned.append(task_id)
-
-    config = make_scheduler()[0]._config
-    buffer, manager = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
-    scheduler = TaskScheduler(config, Watched(TASKS, shuffle=False), manager, buffer, lambda: 0)
-    scheduler.top_up(2)
-    for number in range(2):
-        await buffer.put(manager.group(number))
-    for step, key in enumerate([manager.requests[0].key, manager.requests[1].key, manager.requests[0].key], 1):
-        ref, _ = buffer.take([f"0-{key}"], step)
-        scheduler.hand_out(ref, await buffer.fetch(ref))
-        await buffer.release(ref)
-    assert learned == ["t0", "t1"]
