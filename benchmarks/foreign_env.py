@@ -39,6 +39,7 @@ from harness.measure import (
 )
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task
 from turnwise.chat.renderer import load_renderer
+from turnwise.envs.registration import register_prefix
 from turnwise.ext.frameworks.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.core import RolloutParts
@@ -47,6 +48,8 @@ from turnwise.types import TokenIds
 SIDES = Path(__file__).parent / "env_sides"
 GAMES = ROOT / ".venv-foreign-games"
 OPENENV = ROOT / ".venv-foreign-openenv"
+# As where these packages are installed.
+PACKAGES = {"reasoning-gym": "game_frameworks:game_class", "openenv": "openenv_servers:openenv_class"}
 SECONDS = 0.5
 AT_ONCE = 64
 
@@ -83,6 +86,9 @@ async def ours(env: dict[str, Any], number: int, turns: int) -> dict[str, float]
 
 def side(name: str, number: int, address: str) -> dict[str, float]:
     """Return the figures of one of our sides, in this process."""
+    sys.path += [str(ROOT / "examples" / folder / "src") for folder in ("games", "openenv")]
+    for prefix, reference in PACKAGES.items():
+        register_prefix(prefix, reference)
     games, own = {"name": "reasoning-gym:chain_sum"}, {"python": str(GAMES / "bin" / "python")}
     if name == "in process":
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"

@@ -138,7 +138,7 @@ $(WHEELHOUSE_STAMP): $(STAMP)
 	@touch $@
 
 $(LOGGERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[wandb,trackio,mlflow,ray]"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -e ".[wandb,trackio,mlflow,ray]"
 	@touch $@
 
 # What no target installs is looked for before anything is built.
@@ -196,31 +196,31 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 .venv-agents/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(AGENTS_BIN)/python || $(PYTHON) -m venv .venv-agents
-	$(AGENTS_BIN)/python -m pip install --quiet --disable-pip-version-check $(AGENTS)
+	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(AGENTS)
 	@touch $@
 
 .venv-clients/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv .venv-clients
-	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
+	$(CLIENTS_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(CLIENTS)
 	@touch $@
 
 .venv-frameworks/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(FRAMEWORKS_BIN)/python || $(PYTHON) -m venv .venv-frameworks
-	$(FRAMEWORKS_BIN)/python -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(FRAMEWORKS)
 	@touch $@
 
 .venv-crewai/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(CREWAI_BIN)/python || $(PYTHON) -m venv .venv-crewai
-	$(CREWAI_BIN)/python -m pip install --quiet --disable-pip-version-check $(CREWAI)
+	$(CREWAI_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(CREWAI)
 	@touch $@
 
 .venv-art/.turnwise-installed:
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make test-real PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x .venv-art/bin/python || $(PYTHON) -m venv .venv-art
-	.venv-art/bin/python -m pip install --quiet --disable-pip-version-check $(ART)
+	.venv-art/bin/python -m pip install --quiet $(PIP_OPTIONS) $(ART)
 	@touch $@
 
 .venv-foreign-%/.turnwise-installed:
@@ -230,19 +230,19 @@ $(OPENCODE_DIR)/.turnwise-installed: | real-needs
 	@touch $@
 
 $(LANGCHAIN_SUITES_DIR)/.turnwise-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps --upgrade --target $(LANGCHAIN_SUITES_DIR) $(LANGCHAIN_SUITES)
 	@touch $@
 
 $(TORCHAO_DIR)/.turnwise-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TORCHAO_DIR) $(TORCHAO)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps --upgrade --target $(TORCHAO_DIR) $(TORCHAO)
 	@touch $@
 
 $(OMEGACONF_DIR)/.turnwise-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OMEGACONF_DIR) $(OMEGACONF)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps --upgrade --target $(OMEGACONF_DIR) $(OMEGACONF)
 	@touch $@
 
 $(TINKER_DIR)/.turnwise-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TINKER_DIR) $(TINKER)
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps --upgrade --target $(TINKER_DIR) $(TINKER)
 	@touch $@
 
 $(BROWSER_DIR)/.turnwise-installed: | real-needs
@@ -258,6 +258,6 @@ $(AI_SDK_DIR)/.turnwise-installed: | real-needs
 $(PEERS_STAMP):
 	@test -n "$(PYTHON)" || { echo "no python3 is on PATH: make bench PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv .venv-peers
-	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(PEERS_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS)
+	$(PEERS_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(TORCH)
+	$(PEERS_BIN)/python -m pip install --quiet $(PIP_OPTIONS) $(PEERS)
 	@touch $@

@@ -1,7 +1,8 @@
 """A curriculum over reasoning-gym's own levels: a model from nothing learns to spell longer and longer words backward.
 
-reasoning-gym runs in an interpreter of its own:
+reasoning-gym runs in an interpreter of its own, and the package ``examples/games`` knows how:
 
+    pip install --no-deps examples/games
     python -m venv .venv-reasoning-gym
     .venv-reasoning-gym/bin/python -m pip install reasoning-gym==0.1.25
     python examples/curriculum/main.py

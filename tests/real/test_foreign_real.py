@@ -407,9 +407,12 @@ def test_an_environment_of_verifiers_with_two_free_seats_cannot_be_made(monkeypa
 
 @pytest.mark.timeout(600)
 def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
-    command = [sys.executable, str(ROOT / "examples/curriculum/main.py"), "--python", interpreter("reasoning-gym")]
+    main = str(ROOT / "examples/curriculum/main.py")
+    # As where the package examples/games is installed.
+    code = f"import runpy; from support.envs import unshipped; runpy.run_path({main!r}, run_name='__main__')"
+    options = ("--python", interpreter("reasoning-gym"), "--runs", str(tmp_path), "--name", "smoke", "--smoke")
     done = subprocess.run(
-        [*command, "--runs", str(tmp_path), "--name", "smoke", "--smoke", "batch.groups=4", "rollout.group_size=2"],
+        [sys.executable, "-c", code, *options, "batch.groups=4", "rollout.group_size=2"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

@@ -17,12 +17,8 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "swe": f"{_ENVIRONMENTS}.swe:SweEnv",
         "terminal": f"{_ENVIRONMENTS}.terminal:TerminalEnv",
     },
-    # Functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class.
-    "environment_families": {
-        "harbor": f"{_ENVIRONMENTS}.terminal:harbor_class",
-        "reasoning-gym": _FOREIGN,
-        "verifiers": _FOREIGN,
-    },
+    # Functions from prefix and rest of a name, such as ``verifiers:TASKSET``, to its class.
+    "environment_families": {"harbor": f"{_ENVIRONMENTS}.terminal:harbor_class", "verifiers": _FOREIGN},
     "rewards": {
         "symbolic": f"{_ENVIRONMENTS}.math.symbolic:Symbolic",
         "verl": "turnwise.ext.frameworks.compat.verl_reward:VerlScore",

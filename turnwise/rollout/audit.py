@@ -6,7 +6,7 @@
 3. Over all rows of a trajectory each sampled id is trained exactly once, and no other.
    A gateway that resumes after a kill may name calls as lost before they were committed, and sessions as abandoned.
 4. A step trained what the journal gave it; the journal accounts for every finished trajectory.
-   Of a session that its user deleted, calls and trajectory may be missing: ``deleted.jsonl`` names it.
+   Of a session that its user deleted, and episodes of its task, all may be missing: ``deleted.jsonl`` names them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class _Audit:
             self._rows[row.trajectory].append(row)
         self.finished: list[str] = []
         report.counts.update({"model calls in the ledger": len(ledger.entries), "train steps": batches.steps})
-        report.counts.update({"rows trained": len(batches.rows), "sessions deleted by their users": len(deleted)})
+        sessions = sum("/" not in name for name in deleted)
+        report.counts.update({"rows trained": len(batches.rows), "sessions deleted by their users": sessions})
         report.counts["train steps that went back to approved weights"] = batches.rollbacks
         if batches.rolled_back:
             report.counts["train steps undone by a kill"] = batches.rolled_back
@@ -346,10 +347,8 @@ class _Audit:
             if session in self._pending:
                 report.counts["sessions whose group reward is still to come"] += 1
                 continue
-            parts = [call.part for call in calls[-1:]]
-            last_part = max(
-                [*parts, *(resumption.part for resumption in self._resumptions if session in resumption.lost)]
-            )
+            resumed_in = [resumption.part for resumption in self._resumptions if session in resumption.lost]
+            last_part = max([call.part for call in calls[-1:]] + resumed_in)
             if last_part in self._closed:
                 report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
             elif any(resumption.part > last_part for resumption in self._resumptions):

@@ -536,7 +536,7 @@ def test_long_rows_are_sent_in_parts_and_endless_rows_need_a_number(monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"env": "nowhere:x"}, RegistryError, "such names begin with reasoning-gym:"),
+        ({"env": "nowhere:x"}, RegistryError, "such names begin with verifiers:"),
         ({"env": "tiny:countdown", "split": "dev"}, TaskError, "split is 'dev': it must be one of train, validation"),
         ({"env": "tiny:countdown", "size": 0}, TaskError, "size is 0"),
         ({"env": "tiny:countdown", "seed": -1}, TaskError, "seed is -1"),

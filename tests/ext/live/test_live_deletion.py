@@ -195,6 +195,7 @@ async def test_removal_that_kills_cut_off_is_finished_by_a_restart(colour_model:
 
 def test_lines_contexts_and_images_of_a_session_are_overwritten_and_offsets_stay(tmp_path: Path) -> None:
     deleted, other = "0-" + "a" * 24, "0-" + "b" * 24
+    episode = f"1-train-{deleted}-e0~replay/2.0"
     shared, alone = "1" * 64, "2" * 64
     for image in (shared, alone):
         (tmp_path / image).write_bytes(b"image")
@@ -203,17 +204,18 @@ def test_lines_contexts_and_images_of_a_session_are_overwritten_and_offsets_stay
     torn = f'{{"session":"{deleted}"'
     calls.write_text(
         "".join(json.dumps({"session": name, "media": media[:count]}, separators=(",", ":")) + "\n"
-                for name, count in ((deleted, 2), (other, 1))) + torn + "\n"
+                for name, count in ((deleted, 2), (other, 1), (episode, 0))) + torn + "\n"
     )  # fmt: skip
     batches = tmp_path / "batches.jsonl"
-    contexts = [[deleted, 0, 'a "word"'], [other, 0, "stays"]]
+    contexts = [[deleted, 0, 'a "word"'], [episode, 0, "word"], [other, 0, "stays"]]
     batches.write_text(json.dumps({"step": 1, "contexts": contexts}, separators=(",", ":")) + "\n")
     sizes = [file.stat().st_size for file in (calls, batches)]
     for _ in range(2):
         erase_lines([calls, batches], {deleted[2:].encode()}, tmp_path)
     assert [file.stat().st_size for file in (calls, batches)] == sizes
     lines = calls.read_bytes().split(b"\n")
-    assert [json.loads(line) for line in lines[:2]] == [{"deleted": deleted}, {"session": other, "media": media[:1]}]
-    assert lines[2].startswith(b'{"deleted":')
-    assert read_records(batches)[0]["contexts"] == [[deleted, 0, " " * 10], contexts[1]]
+    records = [json.loads(line) for line in lines[:3]]
+    assert records == [{"deleted": deleted}, {"session": other, "media": media[:1]}, {"deleted": episode}]
+    assert lines[3].startswith(b'{"deleted":')
+    assert read_records(batches)[0]["contexts"] == [[deleted, 0, " " * 10], [episode, 0, " " * 4], contexts[2]]
     assert [file.name for file in tmp_path.iterdir() if len(file.name) == 64] == [shared]

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from support.rollout.record_files import read_records
+from support.trainer.judged_run import MODEL, build_judge, judge
 from support.trainer.live_run import COLOURS, Live, live_config, serving_live
-from support.trainer.lookup_run import silent
+from support.trainer.lookup_run import shared, silent
 from turnwise.errors import ConfigError, FormatError
 from turnwise.ext.live.feedback import CORRECTIONS
 from turnwise.ext.live.learning import STATE, check_live
@@ -42,6 +43,12 @@ async def live(colour_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config = live_config(colour_model, runs, batch={"groups": 1000}, custom={"live": SOURCES | limits})
     async with serving_live(config) as live:
         yield live
+
+
+@pytest.fixture(scope="module")
+def judge_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that names colours and grades them."""
+    return shared(tmp_path_factory, "judge-model", build_judge) / MODEL
 
 
 async def open_session(live: Live, name: str, task: Any) -> tuple[int, Any]:
@@ -98,6 +105,26 @@ async def test_reward_reads_calls_with_their_arguments(live: Live) -> None:
     assert await wait_for_feedback(live, "calls", 1) == [(None, 10.0, "reward")]
 
 
+async def test_frozen_policy_of_the_run_judges_sessions(judge_model: Path, tmp_path: Path) -> None:
+    frozen = {"grader": {"model": str(judge_model), "inference": {"threads": 1}}}
+    custom = {"live": {"redact": [], "reward": {"liked": judge()}}}
+    config = live_config(judge_model, tmp_path, batch={"groups": 1000}, rollout={"frozen": frozen}, custom=custom)
+    judged = set()
+    async with serving_live(config) as live:
+        for number in range(8):
+            answer = (await live.converse(f"judged-{number}", f"Name a colour, number {number}."))[0]
+            assert await live.finish(f"judged-{number}") == "finished"
+            [(turn, score, source)] = await wait_for_feedback(live, f"judged-{number}", 1)
+            assert (turn, source) == (None, "reward")
+            if answer in ("red", "blue"):  # The judge knows no other.
+                assert score == (answer == "red")
+                judged.add(answer)
+        # What judges read and write quotes users.
+        assert not any(b"reward/grader" in file.read_bytes() for file in live.directory.rglob("*") if file.is_file())
+    assert judged
+    assert audit_run(live.directory, console=silent()).contradictions == []
+
+
 async def test_failing_function_is_counted_and_the_session_waits_for_its_user(live: Live) -> None:
     before = await live.health()
     # No task, which the reward reads; and the classifier fails.
@@ -131,7 +158,7 @@ async def test_task_is_refused_by_name(live: Live, task: Any, problem: str) -> N
     ("changes", "key"),
     [
         ({"next_message": "nowhere:score"}, "custom.live.next_message"),
-        ({"reward": {"grade": {"function": "judge", "arguments": {"policy": "old"}}}}, "arguments.policy is old"),
+        ({"reward": {"grade": {"function": "judge", "arguments": {"policy": "old"}}}}, "not in rollout.frozen"),
         ({"reward": "judgement"}, "custom.live.reward"),
         ({"keys": "nowhere"}, "custom.live.keys"),
         ({"keys": "/dev/null"}, "names no key"),

@@ -32,5 +32,5 @@ register("picture", "picture_env:PictureEnv")
 register("tool_calls", "tool_calls_env:ToolCallsEnv")
 register_prefix("inspect", "inspect_tasks:inspect_class")
 register_prefix("openenv", "openenv_servers:openenv_class")
-for prefix in ("gem", "textarena"):
+for prefix in ("gem", "reasoning-gym", "textarena"):
     register_prefix(prefix, "game_frameworks:game_class")

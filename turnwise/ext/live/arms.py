@@ -15,6 +15,7 @@ from turnwise.ext.live.sequential_test import ArmRewards
 from turnwise.seeding import stable_hash
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TrajectoryEntry
 
 APPROVED: Final = "approved"
 """Policy of the sessions that the approved weights serve, and the folder of a run that has them."""
@@ -22,6 +23,11 @@ CANDIDATE: Final = "candidate"
 STATE: Final = "live"
 """Key of ``tasks`` in a checkpoint's state: ``sessions``, the step that learned from each by its id; ``undone``, the
 step that went back behind it; ``baselines``; ``canary``, a :class:`CanaryState`."""
+
+
+def is_session(trajectory: Trajectory | TrajectoryEntry) -> bool:
+    """Return whether a user's session was recorded, not an episode that was sampled from the task of one."""
+    return trajectory.group_id == trajectory.id
 
 
 class CanaryConfig(Section):
@@ -94,7 +100,7 @@ class CanaryState:
 
     def count(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the sessions that one arm's weights since the last decision sampled; their rewards are feedback alone."""
-        for trajectory in (trajectory for trajectory in trajectories if trajectory.rewards):
+        for trajectory in (trajectory for trajectory in trajectories if trajectory.rewards and is_session(trajectory)):
             reward = math.fsum(value for _, name, value in trajectory.rewards if name != "baseline")
             versions = {version for segment in trajectory.segments for version, _, _ in segment.weight_versions}
             if trajectory.frozen and versions == {self.since}:

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from statistics import variance
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -124,7 +124,7 @@ class Canary:
         if self._went_back:
             learned: dict[str, int] = self._live["sessions"]
             undone = dict.fromkeys((name for name, number in learned.items() if number > state.approved), step)
-            self._live["undone"] = undone | self._live.get("undone", {})
+            self._live["undone"] = undone | self.undone
             self._live["baselines"] = copy.deepcopy(state.baselines)
             state.restart(step)
         self._live["canary"] = asdict(state)
@@ -133,6 +133,12 @@ class Canary:
             await run.save()
             await self._publish()
             self._went_back = False
+
+    @property
+    def undone(self) -> Mapping[str, int]:
+        """The step that went back behind what was learned from a session, by its id."""
+        undone: Mapping[str, int] = self._live.get("undone", {})
+        return undone
 
     def counts(self) -> dict[str, Any]:
         """Return decisions so far, and the number of sessions in the test by arm."""

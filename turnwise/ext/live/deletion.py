@@ -1,7 +1,8 @@
 """The deletion of sessions by their users: ``deleted.jsonl`` of a run, and what it removes from the other files.
 
 A line is one of a journal, with the ``id`` of the session; ``when``, in seconds since 1970; ``step``, the one that had
-learned from it or was about to, or null. It is on disk before the deletion is answered.
+learned from it or was about to, or null. It is on disk before the deletion is answered. A line with the event
+``erased`` has the ``id`` of an episode that was sampled from the session's task.
 
 Other files are overwritten in place: offsets into them stay right, their writers need not know of it, and a full disk
 has room for it. It is repeated at each start, since a kill may leave a part of it, and a copy may be restored.
@@ -17,10 +18,11 @@ import time
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from turnwise.append_file import AppendFile, writing
-from turnwise.ext.live.sessions import session_digest, session_request
+from turnwise.ext.live.arms import is_session
+from turnwise.ext.live.sessions import replay_request, session_digest, session_request
 from turnwise.gateway.errors import ApiError
 from turnwise.media_files import FOLDER
 from turnwise.rollout.audit import DELETED
@@ -32,9 +34,11 @@ if TYPE_CHECKING:
 
 _FILES: Final = ("*.jsonl", "ledgers/*.jsonl", "*.damaged")
 """Files of lines, some of which hold texts or tokens of sessions; the last are logs that a restart set aside."""
-_SESSION: Final = re.compile(rb'\{"(event":"\w+","session|session|deleted)":"(\d+-([0-9a-f]+))"')
+_NAME: Final = rb'(?:\d+-train-)?\d+-([0-9a-f]+)[^"]*'
+"""The name of a session with its digest, or of an episode that was sampled from its task."""
+_SESSION: Final = re.compile(rb'\{"(event":"\w+","session|session|deleted)":"(' + _NAME + rb')"')
 """How the lines of a session begin."""
-_CONTEXT: Final = re.compile(rb'\["\d+-([0-9a-f]+)",\d+,"((?:[^"\\]|\\.)*)"')
+_CONTEXT: Final = re.compile(rb'\["' + _NAME + rb'",\d+,"((?:[^"\\]|\\.)*)"')
 """What a teacher was told of a turn."""
 _IMAGE: Final = re.compile(rb'\["\w+","([0-9a-f]{64})",\d+,\d+\]')
 
@@ -50,7 +54,8 @@ class Deletions:
     def __init__(self, run: TrainRun) -> None:
         """Read the file of a run. Raises FormatError for a damaged line."""
         self._run = run
-        self.pending = {str(event["id"]) for _, event in read_journal(run.directory / DELETED).events}
+        events = [event for _, event in read_journal(run.directory / DELETED).events]
+        self.pending = {str(event["id"]) for event in events if event["event"] == "deleted"}
         self.ids = {name.partition("-")[2]: name for name in self.pending}
 
     def digest(self, key: str, name: str) -> str:
@@ -62,10 +67,14 @@ class Deletions:
 
     def add(self, session_id: str, step: int | None) -> None:
         """Record a deletion; it is on disk on return. Raises DiskError."""
-        with contextlib.closing(AppendFile(self._run.directory / DELETED, cut=True)) as file:
-            file.append(seal({"event": "deleted", "id": session_id, "when": time.time(), "step": step}))
-            file.sync()
+        self._append({"event": "deleted", "id": session_id, "when": time.time(), "step": step})
         self.ids[session_id.partition("-")[2]] = session_id
+
+    def _append(self, *events: dict[str, Any]) -> None:
+        with contextlib.closing(AppendFile(self._run.directory / DELETED, cut=True)) as file:
+            for event in events:
+                file.append(seal(event))
+            file.sync()
 
     async def erase(self) -> None:
         """Remove pending sessions from the files of the run, not while a step learns from them. Raises DiskError."""
@@ -73,10 +82,13 @@ class Deletions:
             return
         directory, journal = self._run.directory, self._run.journal
         with TrajectoryFile(directory / TRAJECTORIES) as file:
-            entries = [entry for name in sorted(names) for entry in file.entries.find(name)]
-        for entry in entries:
+            entries = [entry for entry in file.entries if (entry.id if is_session(entry) else entry.task_id) in names]
+        if episodes := [entry for entry in entries if not is_session(entry)]:
+            self._append(*({"event": "erased", "id": episode.id} for episode in episodes))
+        keys = {session_request(entry.id).key for entry in entries if is_session(entry)}
+        for key in sorted(keys | {replay_request(episode.task_id, {}, 1).key for episode in episodes}):
             # In step 0: a resume undoes what the journal dropped later, and would look for the trajectory.
-            journal.drop(0, session_request(entry.id).key, "deleted")
+            journal.drop(0, key, "deleted")
         await journal.sync()
         for entry in entries:
             await asyncio.to_thread(journal.payloads.invalidate, entry.location)

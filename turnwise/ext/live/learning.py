@@ -12,11 +12,11 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from turnwise.errors import ConfigError
-from turnwise.ext.live.arms import STATE
+from turnwise.ext.live.arms import STATE, is_session
 from turnwise.ext.live.canary import Canary
 from turnwise.ext.live.feedback import FeedbackLog
 from turnwise.ext.live.service import LiveConfig, LiveService
-from turnwise.ext.live.sessions import session_request
+from turnwise.ext.live.sessions import replay_request, session_request
 from turnwise.recorder.ledger import LEDGERS, LedgerWriter
 from turnwise.trainer.algorithms.advantages import Advantages, Groups
 from turnwise.trainer.config.train import TrainConfig
@@ -32,14 +32,15 @@ HORIZON: Final = 100
 def reinforce(rewards: Tensor, groups: Tensor) -> Advantages:
     """Advantages of rewards from which a baseline has been subtracted: ``A_i = r_i``.
 
-    Williams 1992, Simple statistical gradient-following algorithms (REINFORCE). Nothing is compared: a group of one has
-    a gradient unless its reward is 0.
+    Williams 1992, Simple statistical gradient-following algorithms (REINFORCE). Nothing is compared: a group has a
+    gradient unless all its rewards are 0.
 
     Raises:
         TrainError: Shapes differ, or a reward is not finite.
     """
     grouped = Groups.of(rewards, groups)
-    return grouped.result(grouped.rewards, grouped.mean == 0)
+    size = torch.zeros_like(grouped.mean).index_add(0, grouped.index, grouped.rewards.abs())
+    return grouped.result(grouped.rewards, size == 0)
 
 
 def kto(
@@ -147,8 +148,13 @@ async def serve_and_learn(run: TrainRun) -> None:
         run.display.say(f"serving users at {service.url}")
         while not run.ended:
             sessions = await service.next_sessions(run.config.batch.groups)
-            # Each is complete in the journal: nothing is rolled out, and what was consumed is not there any more.
-            batch = await roll_out(run, [session_request(session) for session in sessions])
+            # Sessions are complete in the journal, and not rolled out; what was consumed is not there any more.
+            requests = [session_request(session) for session in sessions]
+            if live.group_size is not None:
+                rows = service.feedback.tasks
+                known = [session for session in sessions if session in rows]
+                requests += [replay_request(session, rows[session], live.group_size) for session in known]
+            batch = await roll_out(run, requests)
             baselines = credit_sessions(
                 batch, service.feedback, state["baselines"], unpaired=run.config.algorithm.advantage == KTO
             )
@@ -158,7 +164,8 @@ async def serve_and_learn(run: TrainRun) -> None:
                 gaps.largest.clear()
             run.advance()
             run.state.tasks = {**run.state.tasks, STATE: state}
-            state["sessions"] |= dict.fromkeys((trajectory.id for trajectory in batch.trajectories()), run.state.step)
+            learned_from = (item.id if is_session(item) else item.task_id for item in batch.trajectories())
+            state["sessions"] |= dict.fromkeys(learned_from, run.state.step)
             state["baselines"] = baselines
             if canary is not None:
                 await canary.settle()
@@ -174,17 +181,20 @@ def credit_sessions(
     """Give the trajectories of a batch their feedback less the baseline; return the baselines after it.
 
     What has no score, but a correction, learns from its teacher alone. Of ``unpaired`` sessions each score is compared
-    with :data:`NEUTRAL`.
+    with :data:`NEUTRAL`. Episodes sampled from a task keep their rewards; their baseline is their group's mean.
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    for trajectory in trajectories:
+    for trajectory in filter(is_session, trajectories):
         turns = [segment.turn_id for segment in trajectory.segments if segment.sampled]
         scores = feedback.scores(trajectory.id)
         trajectory.rewards = [(None if turn is None else turns[turn], source, value) for turn, source, value in scores]
-    trajectories = [trajectory for trajectory in trajectories if trajectory.rewards and not trajectory.frozen]
-    rewards = [(trajectory.task_id, trajectory.reward) for trajectory in trajectories]
+    trajectories = [item for item in trajectories if item.rewards and not item.frozen and item.error is None]
+    compared = [item.task_id if is_session(item) else item.group_id for item in trajectories]
+    rewards = [(name, trajectory.reward) for name, trajectory in zip(compared, trajectories, strict=True)]
     subtracted, updated = update_baselines(baselines, rewards)
     for trajectory, baseline in zip(trajectories, subtracted, strict=True):
         neutral = NEUTRAL * len(trajectory.rewards)
-        trajectory.rewards.append((None, "baseline", -neutral if unpaired else -baseline))
-    return updated
+        is_neutral = unpaired and is_session(trajectory)
+        trajectory.rewards.append((None, "baseline", -neutral if is_neutral else -baseline))
+    replayed = {trajectory.group_id for trajectory in trajectories if not is_session(trajectory)}
+    return {name: baseline for name, baseline in updated.items() if name not in replayed}

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from turnwise.config import ConfigPath, Section, load_config
 from turnwise.errors import ConfigError, DiskError, TaskError, TurnwiseError, shown
@@ -22,7 +23,7 @@ from turnwise.ext.live.deletion import Deletions
 from turnwise.ext.live.feedback import MOST_SCORE, Feedback, FeedbackLog
 from turnwise.ext.live.limits import KeyLimits
 from turnwise.ext.live.sessions import RecordedSessions, session_digest, session_opener
-from turnwise.ext.live.sources import DerivedFeedback, load_sources, session_task
+from turnwise.ext.live.sources import DerivedFeedback, Judges, load_sources, session_task
 from turnwise.gateway.app import GatewayApp, read_json
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects.anthropic import Anthropic
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _MOST_BATCHES: Final = 16
 _LONGEST_TYPE: Final = 64
 _MOST_TASK: Final = 65_536
+_RETRY: Final = 10.0
+"""Seconds between attempts to erase what the disk refused."""
 _THUMBS: Final = {"up": 1.0, "down": 0.0}
 _NO_CONTENT: Final = frozenset(
     {"id", "type", "role", "model", "tool_call_id", "tool_use_id", "call_id", "previous_response_id"}
@@ -68,6 +71,8 @@ class LiveConfig(Section):
         next_message: A function ``pkg.mod:function`` from the text of a user's message to the score of the turn before
             it, or None.
         reward: The reward of an ended session, in the form of an environment's ``scorer`` or ``rubric``.
+        group_size: Members of a group that ``rollout.env`` and its agent sample from the task of each session that is
+            learned from, to be learned from beside it; None for no group.
         keys: File of the accepted API keys, or of their SHA-256, one a line; None accepts any.
         requests_per_minute: Most requests of a key.
         limits: Resource limits; ``idle_seconds`` ends sessions.
@@ -80,6 +85,7 @@ class LiveConfig(Section):
     redact: tuple[str, ...] = ()
     next_message: str | None = None
     reward: str | dict[str, Any] | None = None
+    group_size: Annotated[int, Field(ge=2)] | None = None
     keys: ConfigPath | None = None
     requests_per_minute: PositiveInt | None = None
     limits: GatewayLimits = GatewayLimits(idle_seconds=1800.0)
@@ -95,7 +101,7 @@ class LiveConfig(Section):
             )
         for reference in live.redact:
             load_object(reference, "custom.live.redact")
-        load_sources(live.next_message, live.reward)
+        load_sources(live.next_message, live.reward, config.rollout.frozen)
         KeyLimits(live.keys, live.requests_per_minute)
         return live
 
@@ -129,7 +135,7 @@ class LiveService:
         self.learned, self.feedback, self.canary = learned, FeedbackLog(run.directory), canary
         self._deletions = deletions
         self._learning: Sequence[str] = ()
-        sources = load_sources(config.next_message, config.reward)
+        sources = load_sources(config.next_message, config.reward, run.config.rollout.frozen, Judges(run))
         self.derived = DerivedFeedback(self.feedback, sources, run.display.say)
         approved = sampler if canary is None else replace(sampler, client=canary.policy.client.inner)
         samplers = {True: approved, False: sampler}
@@ -199,11 +205,12 @@ class LiveService:
         self._learning = ()
         while True:
             with contextlib.suppress(DiskError):
-                # What the disk refuses is tried again.
                 await self._deletions.erase()
             if len(ready := self.recorded.ready()) >= count:
                 break
-            await self.feedback.changed.wait()
+            with contextlib.suppress(TimeoutError):
+                # What the disk refuses is tried again.
+                await asyncio.wait_for(self.feedback.changed.wait(), _RETRY if self._deletions.pending else None)
             self.feedback.changed.clear()
         self._learning = [*ready[: _MOST_BATCHES * count], *self.recorded.ready(approved=True)]
         return self._learning
@@ -299,7 +306,8 @@ class LiveService:
             # Its requests have written their last.
             self._deletions.pending.add(session_id)
             self.feedback.changed.set()
-        steps = [saved for saved in self._run.store.steps() if step is not None and saved >= step]
+        until = math.inf if self.canary is None else self.canary.undone.get(session_id, math.inf)
+        steps = [saved for saved in self._run.store.steps() if step is not None and step <= saved < until]
         return {"id": name, "status": "deleted", "learned_in_step": step, "checkpoints": steps}
 
     def _read_task(self, fields: Fields) -> dict[str, Any] | None:

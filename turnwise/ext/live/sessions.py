@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from turnwise.errors import DiskError
-from turnwise.ext.live.arms import APPROVED
+from turnwise.ext.live.arms import APPROVED, is_session
 from turnwise.ext.live.feedback import CORRECTIONS
-from turnwise.ext.live.sources import DerivedFeedback
+from turnwise.ext.live.sources import DerivedFeedback, session_task
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.errors import ApiError
@@ -45,6 +46,11 @@ def session_digest(key: str, name: str) -> str:
 def session_request(session_id: str) -> RolloutRequest:
     """Return the request by whose key the journal has a session."""
     return RolloutRequest(Task(session_id, ""))
+
+
+def replay_request(session_id: str, row: Mapping[str, Any], group_size: int) -> RolloutRequest:
+    """Return the request of a group that the run's environment and agent sample from the task of a session."""
+    return RolloutRequest(replace(session_task(session_id, row), id=session_id), group_size=group_size, tag="replay")
 
 
 def session_opener(config: TrainConfig, sampler_of: Callable[[str], Sampler], *, trained: bool) -> Open:
@@ -100,9 +106,11 @@ class RecordedSessions(Sessions):
         run.journal.payloads.has_dictionary = False
         # Closed with the sources, which may read it until then.
         file = derived.opened.enter_context(TrajectoryFile(run.directory / TRAJECTORIES))
-        entries = [entry for entry in file.entries if entry.partition == "train"]
+        entries = [entry for entry in file.entries if entry.partition == "train" and is_session(entry)]
         self.turns = {entry.id: 0 if entry.failed else entry.turns for entry in entries}
         self._finished_ids |= self.turns.keys()
+        # Those that no step has learned from, as far as is known.
+        self._untrained = {name: None for name, turns in self.turns.items() if turns}
         self._log = SessionLog(run.directory / NAME, ledger)
         self._restore(self._log, ledger.path)
         self.ids = {name.partition("-")[2]: name for name in (*self._abandoned, *self.turns, *self._by_id)}
@@ -128,21 +136,19 @@ class RecordedSessions(Sessions):
             if entry.log is not None:
                 entry.log.append_end(session_id)
         self.turns.pop(session_id, None)
+        self._untrained.pop(session_id, None)
 
     def ready(self, *, approved: bool = False) -> list[str]:
         """Return the ended sessions that can be learned from, and were not yet, in the order of their end.
 
         With ``approved`` those of the approved weights instead, which no step has counted.
         """
-        return [
-            name
-            for name, turns in self.turns.items()
-            if turns
-            and self._is_approved(name) is approved
-            and name not in self._derived.pending
-            and self._teaches(name)
-            and self._is_untrained(name)
-        ]
+        # Most sessions never have feedback, which is why that is asked first.
+        teaching = [name for name in self._untrained if self._teaches(name) and name not in self._derived.pending]
+        for name in teaching:
+            if not self._is_untrained(name):
+                del self._untrained[name]
+        return [name for name in teaching if name in self._untrained and self._is_approved(name) is approved]
 
     def _teaches(self, session_id: str) -> bool:
         distill = self._run.config.algorithm.self_distill
@@ -175,6 +181,7 @@ class RecordedSessions(Sessions):
         turns = sum(segment.sampled for segment in trajectory.segments)
         self.turns[entry.id] = 0 if trajectory.error is not None else turns
         if self.turns[entry.id]:
+            self._untrained[entry.id] = None
             self._derived.begin(entry.id, lambda: trajectory)
         recorded = await super()._end(entry, stop_reason, error)
         self._feedback.changed.set()

@@ -8,28 +8,69 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
+from turnwise.agents.roles import check_judge
 from turnwise.envs.core import Env
-from turnwise.envs.rewards.core import DEFAULT_TIMEOUT, Rubric, as_rubric, call_function, is_async
+from turnwise.envs.rewards.core import DEFAULT_TIMEOUT, Rubric, ScoreParts, as_rubric, call_function, is_async
 from turnwise.envs.rewards.judge import named_policies
-from turnwise.errors import ConfigError, EnvError, TaskError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, InferenceError, TaskError, TurnwiseError
 from turnwise.ext.live.feedback import MOST_SCORE, Feedback, FeedbackLog
 from turnwise.gateway.errors import ApiError
 from turnwise.plugins import load_object
+from turnwise.recorder.ledger import LedgerClient
+from turnwise.rollout.sessions import EpisodeSessions, Sampler
+from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.response import finite
 from turnwise.trainer.algorithms.teacher_contexts import recorded_turns
 from turnwise.trajectory import Trajectory, messages_of
 from turnwise.types import Message, ToolCall, text_of
 
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
+
 _MOST_AT_ONCE: Final = 32
 
 
 Source: TypeAlias = Callable[[Trajectory, Task | None, Sequence[int | None]], AsyncIterator[tuple[int | None, float]]]
 """From an ended session, its task, and the turns that have a score, to the turns and scores that it lacks."""
+
+
+class Judges:
+    """The frozen policies of a run, which judge users' sessions.
+
+    No file has what they read and write: it quotes users, and the score that comes of it is written as feedback.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        self._config, self._frozen = run.config, run.frozen
+        self._samplers = {}
+        for name, served in run.frozen.policies.items():
+            client = served.client
+            unlogged = replace(served, client=client.inner) if isinstance(client, LedgerClient) else served
+            self._samplers[name] = Sampler.of(unlogged, run.config.rollout)
+
+    async def score(self, rubric: Rubric, env: Env, task: Task | None, session: str) -> ScoreParts:
+        """Return the parts of a session's score; where a judge's server died, they are computed once more.
+
+        Raises:
+            EnvError: A function raised, or a judge gave no verdict.
+            InferenceError: A server failed twice.
+        """
+        if self._samplers:
+            seed, rollout = stable_hash("judge", self._config.seed, session), self._config.rollout
+            env.open_judge = EpisodeSessions(
+                self._samplers, rollout, episode_id=session, seed=seed, temperature=rollout.temperature, trained=False
+            ).open_judge
+        try:
+            return await rubric.score(env, task, env.conversation[-1])
+        except InferenceError as error:
+            await self._frozen.recover(error)
+            return await rubric.score(env, task, env.conversation[-1])
 
 
 async def _next_messages(
@@ -47,13 +88,13 @@ async def _next_messages(
 
 
 async def _session_reward(
-    rubric: Rubric, trajectory: Trajectory, task: Task | None, scored: Sequence[int | None]
+    rubric: Rubric, judges: Judges | None, trajectory: Trajectory, task: Task | None, scored: Sequence[int | None]
 ) -> AsyncIterator[tuple[int | None, float]]:
-    if not scored:
+    if not scored and judges is not None:
         env, last = Env(), max(segment.index for segment in trajectory.segments if segment.sampled)
         records = [message for segment in trajectory.path(last) for message in messages_of(segment)]
         env.conversation = [_read_message(record) for record in records]
-        parts = await rubric.score(env, task, env.conversation[-1])
+        parts = await judges.score(rubric, env, task, trajectory.id)
         yield None, sum(parts.values())
 
 
@@ -69,17 +110,29 @@ def _read_message(record: Mapping[str, Any]) -> Message:
     return cast("Message", message)
 
 
-def load_sources(next_message: str | None, reward: str | Mapping[str, Any] | None) -> dict[str, Source]:
-    """Return the configured sources by the names of their keys. Raises ConfigError."""
+def load_sources(
+    next_message: str | None,
+    reward: str | Mapping[str, Any] | None,
+    frozen: Collection[str],
+    judges: Judges | None = None,
+) -> dict[str, Source]:
+    """Return the configured sources by the names of their keys. Raises ConfigError.
+
+    Args:
+        next_message: As in ``custom.live``.
+        reward: As in ``custom.live``.
+        frozen: The policies that may judge.
+        judges: What asks them; None to check the configuration.
+    """
     sources: dict[str, Source] = {}
     if next_message is not None:
         function = load_object(next_message, "custom.live.next_message")
         sources["next_message"] = partial(_next_messages, next_message, function)
     for key, policy in named_policies(reward, "custom.live.reward"):
-        raise ConfigError(f"{key} is {policy}: users' sessions are judged behind an API: give base_url and model")
+        check_judge(policy, frozen, key)
     if reward is not None:
         try:
-            sources["reward"] = partial(_session_reward, as_rubric(reward))
+            sources["reward"] = partial(_session_reward, as_rubric(reward), judges)
         except ConfigError as error:
             raise ConfigError(f"custom.live.reward: {error}") from error
     return sources
@@ -129,7 +182,8 @@ class DerivedFeedback:
                     await self._add_scores(session, name, source, read())
                 except (TurnwiseError, ApiError) as error:
                     self.failures += 1
-                    self._report(f"session {session} waits for other feedback: {error}")
+                    if self.failures.bit_count() == 1:
+                        self._report(f"session {session} waits for other feedback: {error} (failure {self.failures})")
 
     async def _add_scores(self, session: str, name: str, source: Source, trajectory: Trajectory) -> None:
         row = self.log.tasks.get(session)

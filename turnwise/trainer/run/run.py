@@ -121,6 +121,7 @@ class TrainRun(RunFiles):
         config: The run's configuration.
         directory: The run directory.
         policies: The trained policies by name, in the order of the configuration.
+        frozen: The frozen policies.
         tasks: The training tasks, in order.
         eval_tasks: Held-out tasks; empty without evaluation.
         buffer: The replay buffer.
@@ -146,6 +147,7 @@ class TrainRun(RunFiles):
     config: TrainConfig
     directory: Path
     policies: dict[str, TrainedPolicy]
+    frozen: FrozenPolicies
     tasks: TaskOrder
     eval_tasks: list[Task]
     buffer: ReplayBuffer
@@ -389,8 +391,7 @@ async def open_run(
 async def _check_room(run: TrainRun, console: Console) -> None:
     rollout = run.config.rollout
     policy = run.policy
-    limits = [rollout.context_length, (await policy.served()).info.context_length]
-    context = min(limit for limit in limits if limit is not None)
+    context = min(filter(None, (rollout.context_length, (await policy.served()).info.context_length)))
     warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
     await check_room(list(run.tasks.ahead()), rollout, policy.renderer, context, warn)
 
@@ -444,6 +445,7 @@ async def _assemble(
         **vars(files),
         **_start_fields(config, directory, start),
         policies=servers.policies,
+        frozen=servers.frozen,
         buffer=buffer,
         manager=manager,
         scheduler=scheduler,

@@ -1,4 +1,4 @@
-"""Environments of TextArena and gem: ``textarena:Wordle-v0``, ``gem:game:GuessTheNumber-v0-easy``."""
+"""Environments of reasoning-gym, TextArena and gem: ``reasoning-gym:chain_sum``, ``textarena:Wordle-v0``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ FRAMEWORKS = {
             driver=str(_DRIVERS / "gem_driver.py"),
             requirement="gem-llm==0.1.0",
             example="game:GuessTheNumber-v0-easy",
+        ),
+        Framework(
+            prefix="reasoning-gym",
+            driver=str(_DRIVERS / "reasoning_gym_driver.py"),
+            requirement="reasoning-gym==0.1.25",
+            system_prompt="default",
+            example="chain_sum",
+            has_levels=True,
         ),
         Framework(
             prefix="textarena",

@@ -1,4 +1,4 @@
-"""Environments of other frameworks: reasoning-gym, verifiers, and what packages register."""
+"""Environments of other frameworks: verifiers, and what packages register."""
 
 from turnwise.ext.frameworks.foreign.core import ForeignEnv, Framework, register_framework, tasks
 

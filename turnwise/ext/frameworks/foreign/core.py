@@ -92,11 +92,7 @@ class Framework:
 
 
 _FRAMEWORKS: dict[str, Framework] = {
-    framework.prefix: framework
-    for framework in (
-        Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum", has_levels=True),
-        Framework("verifiers", "verifiers", "verifiers==0.4.0", example="TASKSET", has_rows=True, forks=False),
-    )
+    "verifiers": Framework("verifiers", "verifiers", "verifiers==0.4.0", example="TASKSET", has_rows=True, forks=False)
 }
 
 
@@ -326,7 +322,7 @@ def framework_of(env: str) -> tuple[Framework, str]:
     if cls is None or not issubclass(cls, ForeignEnv):
         raise RegistryError(
             f"{env!r} is no environment of another framework{nearest(prefix, families)}; such names begin with "
-            f"{', '.join(f'{prefix}:' for prefix in _FRAMEWORKS)}"
+            f"{', '.join(f'{prefix}:' for prefix in _FRAMEWORKS)}, or as packages of examples/ say"
         )
     return cls.framework, name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .core import Failure, framework, opening, refusals, text_of
+from turnwise_foreign.core import Failure, framework, opening, refusals, text_of
 
 PACKAGE = "reasoning-gym"
 _MOST_DATASETS = 16
