@@ -44,6 +44,7 @@ def run_tests(tree: Path, *arguments: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.alike("core without ext")
 def test_tests_of_the_core_import_nothing_of_ext(tree: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import turnwise, importlib; importlib.import_module('turnwise.ext')"],
@@ -56,6 +57,7 @@ def test_tests_of_the_core_import_nothing_of_ext(tree: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alike("core without ext")
 def test_tests_of_the_core_pass_without_ext(tree: Path) -> None:
     output = run_tests(tree, "-x", "tests/contracts", *(f"tests/unit/{room}" for room in ROOMS))
     assert int(output.rpartition(" passed")[0].split()[-1]) > 500

@@ -34,7 +34,7 @@ MUON = {"optim": {"name": "muon", "lr": 4e-3}}
 def test_advantage_is_the_reward_and_zero_has_no_gradient() -> None:
     result = reinforce(torch.tensor([0.75, 0.0, -0.25, 0.5, -0.5]), torch.tensor([0, 1, 2, 3, 3]))
     assert result.values.tolist() == [0.75, 0.0, -0.25, 0.5, -0.5]
-    assert result.dead.tolist() == [False, True, False, False]
+    assert result.dead.tolist() == [False, True, False, False, False]
 
 
 def test_baseline_is_the_mean_of_earlier_rewards_of_the_type() -> None:
