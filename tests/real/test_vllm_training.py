@@ -129,7 +129,10 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     [served] = [line for line in records if line["kind"] == "inference"]
     assert served["restarts"] == 1
     assert served["generated_tokens"] > 0
-    assert all(step[f"memory/server_peak/{number}"] > 0.25 for step in steps for number in (0, 1))
+    # The killed server holds next to nothing while it starts again.
+    peaks = [sorted(step[f"memory/server_peak/{number}"] for number in (0, 1)) for step in steps]
+    assert all(other > 0.25 for _, other in peaks)
+    assert min(peaks[0][0], peaks[-1][0]) > 0.25
 
 
 @pytest.mark.alike("real jobs", "vllm groups")
