@@ -38,6 +38,7 @@ def walk(config: TrainConfig, name: str) -> None:
     print(f"{name}: {len(lives)} processes did not end in order; {proof}")
 
 
+@pytest.mark.alike("victims")
 @pytest.mark.parametrize("mode", ["sync", "colocated", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("victim", ["trainer", "engine"])
 def test_the_trainer_and_the_engine_die_at_every_moment(

@@ -82,6 +82,7 @@ async def served_scores(client: HTTPClient, rows: list[TrainRow]) -> Tensor:
     return torch.cat([torch.from_numpy(np.array((await client.score(row.sample.input_ids))[1:])) for row in rows])
 
 
+@pytest.mark.alike("rounded weights")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(tmp_path: Path, family: str) -> None:
     sizes = {
@@ -125,6 +126,7 @@ async def test_mixture_is_served_as_its_weights_rounded_once_after_each_update(t
 
 
 # In bfloat16 a log-probability has noise of 0.07 (SmolLM2): 400 of them show more than an update of 1e-5 alone.
+@pytest.mark.alike("rounded weights")
 @pytest.mark.parametrize(("dtype", "lr", "least"), [("float32", 1e-5, 0.98), ("bfloat16", 1e-4, 0.8)])
 async def test_updates_of_an_adapter_show_in_the_log_probabilities_of_a_server(
     smollm2: Path, tmp_path: Path, dtype: str, lr: float, least: float

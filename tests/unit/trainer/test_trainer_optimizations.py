@@ -63,6 +63,7 @@ def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.alike("compiled layers")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_and_fused_loss_equal_the_eager_ones(
     model_dir: Callable[..., Path], row: Row, family: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from statistics import variance
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -135,9 +135,9 @@ class Canary:
             self._went_back = False
 
     @property
-    def undone(self) -> Mapping[str, int]:
+    def undone(self) -> dict[str, int]:
         """The step that went back behind what was learned from a session, by its id."""
-        undone: Mapping[str, int] = self._live.get("undone", {})
+        undone: dict[str, int] = self._live.get("undone", {})
         return undone
 
     def counts(self) -> dict[str, Any]:

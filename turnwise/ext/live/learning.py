@@ -152,8 +152,8 @@ async def serve_and_learn(run: TrainRun) -> None:
             requests = [session_request(session) for session in sessions]
             if live.group_size is not None:
                 rows = service.feedback.tasks
-                known = [session for session in sessions if session in rows]
-                requests += [replay_request(session, rows[session], live.group_size) for session in known]
+                replayed = [session for session in sessions if session in rows]
+                requests += [replay_request(session, rows[session], live.group_size) for session in replayed]
             batch = await roll_out(run, requests)
             baselines = credit_sessions(
                 batch, service.feedback, state["baselines"], unpaired=run.config.algorithm.advantage == KTO

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from turnwise.agents.roles import check_judge
 from turnwise.envs.core import Env
-from turnwise.envs.rewards.core import DEFAULT_TIMEOUT, Rubric, ScoreParts, as_rubric, call_function, is_async
+from turnwise.envs.rewards.core import DEFAULT_TIMEOUT, Rubric, as_rubric, call_function, is_async
 from turnwise.envs.rewards.judge import named_policies
 from turnwise.errors import ConfigError, EnvError, InferenceError, TaskError, TurnwiseError
 from turnwise.ext.live.feedback import MOST_SCORE, Feedback, FeedbackLog
@@ -54,7 +54,7 @@ class Judges:
             unlogged = replace(served, client=client.inner) if isinstance(client, LedgerClient) else served
             self._samplers[name] = Sampler.of(unlogged, run.config.rollout)
 
-    async def score(self, rubric: Rubric, env: Env, task: Task | None, session: str) -> ScoreParts:
+    async def score(self, rubric: Rubric, env: Env, task: Task | None, session: str) -> Mapping[str, float]:
         """Return the parts of a session's score; where a judge's server died, they are computed once more.
 
         Raises:
