@@ -27,7 +27,7 @@ from turnwise.gateway.errors import ApiError
 from turnwise.media_files import FOLDER
 from turnwise.rollout.audit import DELETED
 from turnwise.rollout.journal.state import read_journal, seal
-from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryEntry, TrajectoryFile
 
 if TYPE_CHECKING:
     from turnwise.trainer.run.run import TrainRun
@@ -81,8 +81,7 @@ class Deletions:
         if not (names := set(self.pending)):
             return
         directory, journal = self._run.directory, self._run.journal
-        with TrajectoryFile(directory / TRAJECTORIES) as file:
-            entries = [entry for entry in file.entries if (entry.id if is_session(entry) else entry.task_id) in names]
+        entries = await asyncio.to_thread(entries_of, directory / TRAJECTORIES, names)
         if episodes := [entry for entry in entries if not is_session(entry)]:
             self._append(*({"event": "erased", "id": episode.id} for episode in episodes))
         keys = {session_request(entry.id).key for entry in entries if is_session(entry)}
@@ -96,6 +95,12 @@ class Deletions:
         digests = {name.partition("-")[2].encode() for name in names}
         await asyncio.to_thread(erase_lines, files, digests, directory / FOLDER)
         self.pending -= names
+
+
+def entries_of(path: Path, names: Container[str]) -> list[TrajectoryEntry]:
+    """Return the entries of sessions, and of the episodes that were sampled from their tasks."""
+    with TrajectoryFile(path) as file:
+        return [entry for entry in file.entries if (entry.id if is_session(entry) else entry.task_id) in names]
 
 
 def erase_lines(files: Iterable[Path], digests: Container[bytes], media: Path) -> None:
